@@ -1,0 +1,1 @@
+"""The negotiation world: scenarios, mechanism, prompts, scripted players, reward."""

@@ -1,0 +1,1 @@
+"""Bases, chat format, the policy pool and its lockstep forward."""

@@ -1,0 +1,244 @@
+"""The policy pool: K named LoRA sub-policies on one frozen base, kept as ordinary PEFT adapters.
+
+Names are p00, p01, ... and never reused: fixed width, since PEFT matches some names by prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+
+from bupo.config import at_least, one_of, positive, raise_problems
+from bupo.policies.bases import Base
+
+REFERENCE = "sft"
+TARGETS = ("all-linear", "attention")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """The sub-policies.
+
+    Attributes:
+        size: Number of sub-policies K.
+        rank: LoRA rank.
+        alpha: LoRA scale numerator; the update is alpha / rank * B A.
+        targets: Which linear layers carry adapters: `all-linear` or `attention`.
+        branch_layers: Adapters sit on this many top layers: a number, a fraction in (0, 1), or `all`.
+        perturbation: Scale of the initial differences: RMS of the added weight change over the RMS of the weight.
+    """
+
+    size: int = 4
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str = "all-linear"
+    branch_layers: int | float | str = 0.5
+    perturbation: float = 0.03
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        branch, problem = self.branch_layers, None
+        if isinstance(branch, str):
+            problem = one_of("branch_layers", branch, ["all"])
+        elif isinstance(branch, float) and not 0 < branch < 1:
+            problem = f"branch_layers: {branch} is not a fraction; allowed are 0 < x < 1, a whole number, or 'all'"
+        elif isinstance(branch, int):
+            problem = at_least("branch_layers", branch, 1)
+        raise_problems(
+            [
+                at_least("size", self.size, 1),
+                at_least("rank", self.rank, 1),
+                positive("alpha", self.alpha),
+                one_of("targets", self.targets, TARGETS),
+                problem,
+                positive("perturbation", self.perturbation),
+            ]
+        )
+
+    def branches(self, layers: int) -> int:
+        """Number of branch layers M for a base of `layers` layers.
+
+        Raises:
+            ValueError: More branch layers than layers.
+        """
+        if self.branch_layers == "all":
+            return layers
+        if isinstance(self.branch_layers, float):
+            return max(round(self.branch_layers * layers), 1)
+        count = int(self.branch_layers)
+        if count > layers:
+            raise ValueError(
+                f"pool.branch_layers: {count} is more than the {layers} layers of the base; allowed are 1 to {layers}, "
+                "a fraction in (0, 1), or 'all'"
+            )
+        return count
+
+
+class PolicyPool:
+    """K named sub-policies that can be perturbed, removed, saved and loaded one by one."""
+
+    def __init__(self, base: Base, config: PoolConfig) -> None:
+        """Attaches an empty pool to a base; where the base brings an `sft` adapter, that is the reference row.
+
+        Args:
+            base: The frozen base.
+            config: The pool's shape.
+        """
+        self.base = base
+        self.config = config
+        self.layers = base.model.config.num_hidden_layers
+        self.first_branch = self.layers - config.branches(self.layers)
+        self.names: tuple[str, ...] = ()
+        self.born: dict[str, int] = {}
+        self.parents: dict[str, str] = {}
+        self._next = 0
+        if base.sft_adapter is not None:
+            self.model = PeftModel.from_pretrained(
+                base.model, str(base.sft_adapter), adapter_name=REFERENCE, is_trainable=False
+            )
+            self._check_reference()
+        else:
+            # PEFT wants one adapter to wrap a model: this one is the zero adapter, i.e. the base itself.
+            self.model = get_peft_model(base.model, self._lora(), adapter_name=REFERENCE)
+        self.model.eval()
+        self._freeze_reference()
+
+    def _lora(self) -> LoraConfig:
+        names = _ATTENTION if self.config.targets == "attention" else (*_ATTENTION, *_MLP)
+        return LoraConfig(
+            r=self.config.rank,
+            lora_alpha=self.config.alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=0.0,
+            target_modules=list(names),
+            layers_to_transform=list(range(self.first_branch, self.layers)),
+            layers_pattern="layers",
+            task_type="CAUSAL_LM",
+        )
+
+    def _check_reference(self) -> None:
+        have, want = self.model.peft_config[REFERENCE], self._lora()
+        for field in ("r", "lora_alpha", "target_modules", "layers_to_transform"):
+            got, wanted = getattr(have, field), getattr(want, field)
+            if (set(got) if isinstance(got, (list, set)) else got) != (
+                set(wanted) if isinstance(wanted, (list, set)) else wanted
+            ):
+                raise ValueError(
+                    f"the sft adapter in {self.base.sft_adapter} has {field} = {got}, the pool asks for {wanted}; "
+                    "give pool.* the adapter's shape, or delete that folder to train a new one"
+                )
+
+    def _freeze_reference(self) -> None:
+        for parameter in self._parameters(REFERENCE):
+            parameter.requires_grad_(False)
+
+    def modules(self) -> dict[str, LoraLinear]:
+        """The LoRA layers by module name, in forward order."""
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, LoraLinear)}
+
+    def _parameters(self, name: str) -> Iterator[nn.Parameter]:
+        for module in self.modules().values():
+            yield module.lora_A[name].weight  # pyright: ignore[reportReturnType]
+            yield module.lora_B[name].weight  # pyright: ignore[reportReturnType]
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """The trainable tensors of one sub-policy: A and B of each LoRA layer, fp32."""
+        return list(self._parameters(name))
+
+    def _new(self) -> str:
+        name = f"p{self._next:02d}"
+        self._next += 1
+        self.model.add_adapter(name, self._lora())
+        for parameter in self._parameters(name):
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+        self._freeze_reference()
+        return name
+
+    def add_perturbed(self, parent: str = REFERENCE, *, generator: torch.Generator, iteration: int = 0) -> str:
+        """Adds a sub-policy that is a parent plus noise whose effect has a set size.
+
+        The change of a weight W is scaling * N A with Gaussian N, so that RMS(change) = perturbation * RMS(W). Noise
+        on A alone would change nothing where B = 0.
+
+        Args:
+            parent: The sub-policy (or the reference) to start from.
+            generator: Randomness of the noise.
+            iteration: When it is born, for the lineage.
+
+        Returns:
+            The new name.
+        """
+        name = self._new()
+        for module in self.modules().values():
+            a, b = module.lora_A[name].weight, module.lora_B[name].weight
+            parent_a, parent_b = module.lora_A[parent].weight, module.lora_B[parent].weight
+            with torch.no_grad():
+                if parent_b.any():
+                    a.copy_(parent_a)
+                    b.copy_(parent_b)
+                else:
+                    # The zero adapter has no direction to inherit: a fresh A gives the policy a subspace of its own.
+                    a.copy_(torch.randn(a.shape, generator=generator) / a.shape[1] ** 0.5)
+                    b.zero_()
+                weight_rms = module.base_layer.weight.float().pow(2).mean().sqrt()  # pyright: ignore
+                noise = torch.randn(b.shape, generator=generator)
+                size = self.config.perturbation * weight_rms / (
+                    module.scaling[name] * a.pow(2).sum().div(a.shape[1]).sqrt()
+                )
+                b.add_(noise.to(b) * size)
+        self.names = (*self.names, name)
+        self.born[name] = iteration
+        self.parents[name] = parent
+        return name
+
+    def remove(self, name: str) -> None:
+        """Removes a sub-policy for good; its name is not used again.
+
+        Raises:
+            KeyError: No such sub-policy.
+        """
+        if name not in self.names:
+            raise KeyError(f"no sub-policy {name!r}; there are {', '.join(self.names) or 'none'}")
+        self.model.delete_adapter(name)
+        self.names = tuple(other for other in self.names if other != name)
+        self.born.pop(name)
+        self.parents.pop(name)
+        self._freeze_reference()
+
+    def save(self, folder: Path) -> None:
+        """Writes one PEFT folder a sub-policy and a manifest; any of them loads with `PeftModel.from_pretrained`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(str(folder), selected_adapters=list(self.names), safe_serialization=True)
+        manifest = {"names": self.names, "next": self._next, "born": self.born, "parents": self.parents}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+    def load(self, folder: Path) -> None:
+        """Replaces the pool by the saved one.
+
+        Raises:
+            FileNotFoundError: The folder holds no saved pool.
+        """
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} holds no saved pool (manifest.json is missing)")
+        manifest = json.loads(path.read_text())
+        for name in self.names:
+            self.model.delete_adapter(name)
+        for name in manifest["names"]:
+            self.model.load_adapter(str(folder / name), adapter_name=name, is_trainable=True)
+            for parameter in self._parameters(name):
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(True)
+        self.names = tuple(manifest["names"])
+        self.born, self.parents, self._next = manifest["born"], manifest["parents"], manifest["next"]
+        self.model.eval()
+        self._freeze_reference()
