@@ -201,6 +201,7 @@ EVALUATION_OPPONENTS: dict[str, type[ScriptedPlayer]] = {
     "tit_for_tat": TitForTat,
 }
 
+
 def seat_player(name: str, scenario: Scenario, seat: int, rng: np.random.Generator) -> ScriptedPlayer:
     """Seats a scripted player by name, with the phrase bank that belongs to its set.
 

@@ -7,20 +7,23 @@ their reservation far more often. No prompt mentions training.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from bupo.negotiation.protocol import View, render_offer
-from bupo.negotiation.scenario import BUYER, Issue, Scenario
+from bupo.negotiation.scenario import BUYER, Issue, Profile, Scenario
+from bupo.records import Outcome
 
 
 def _issue_line(issue: Issue, points: tuple[int, ...]) -> str:
-    steps = {points[i + 1] - points[i] for i in range(len(points) - 1)}
-    gaps = {issue.values[i + 1] - issue.values[i] for i in range(len(points) - 1)}
-    head = f"{issue.name}: {issue.label}, {issue.values[0]} to {issue.values[-1]} {issue.unit}"
+    """The points of an issue's values: one number where every step is worth the same, else the whole table."""
+    head = f"{issue.name} ({issue.label}, {issue.unit}):"
+    steps, gaps = ({b - a for a, b in pairwise(row)} for row in (points, issue.values))
     if len(steps) == 1 and len(gaps) == 1:
         step, gap = steps.pop(), gaps.pop()
         best = issue.values[-1] if step > 0 else issue.values[0]
-        return f"{head}, best {best}, each {gap} away costs {abs(step)}"
-    table = ", ".join(f"{value} gives {score}" for value, score in zip(issue.values, points, strict=True))
-    return f"{head}: {table}"
+        low, high = issue.values[0], issue.values[-1]
+        return f"{head} {low} to {high}, best {best} gives {max(points)}, each {gap} away costs {abs(step)}"
+    return f"{head} {' '.join(f'{value}={score}' for value, score in zip(issue.values, points, strict=True))}"
 
 
 def system_prompt(scenario: Scenario, seat: int) -> str:
@@ -37,20 +40,21 @@ def system_prompt(scenario: Scenario, seat: int) -> str:
             f"You negotiate a yearly contract with the manufacturer {other.company}, "
             "which uses about one million units a year."
         )
-    issues = "\n".join(
-        _issue_line(issue, points) for issue, points in zip(scenario.issues, own.points, strict=True)
-    )
+    issues = "\n".join(_issue_line(issue, points) for issue, points in zip(scenario.issues, own.points, strict=True))
     example = render_offer(scenario.issues, tuple(len(issue.values) // 2 for issue in scenario.issues))
     return (
-        f"{role}\n{issues}\n"
+        f"{role} Each value of an issue gives you points:\n{issues}\n"
         f"The best contract gives you 100 points. Your limit is {own.limit} points: no contract is better than less. "
-        "Notes rate offers in points above (+) or below (-) your limit. Keep your numbers private.\n"
+        "Notes give an offer's points by issue, then in all above (+) or below (-) your limit. Keep them private.\n"
         f"Write one or two sentences and exactly one action: {example}, [Accept] or [Walk]."
     )
 
 
-def _signed(points: int) -> str:
-    return f"+{points}" if points >= 0 else f"-{-points}"
+def _rating(profile: Profile, outcome: Outcome) -> str:
+    """Points of each issue, and the sum against the limit: `24+30+8, +17`."""
+    parts = "+".join(str(table[index]) for table, index in zip(profile.points, outcome, strict=True))
+    margin = profile.score(outcome) - profile.limit
+    return f"{parts}, {'+' if margin >= 0 else '-'}{abs(margin)}"
 
 
 def turn_prompt(scenario: Scenario, view: View) -> str:
@@ -62,9 +66,9 @@ def turn_prompt(scenario: Scenario, view: View) -> str:
     if view.refusal is not None:
         parts.append(f"Your message was refused: {view.refusal}.")
     if view.standing is not None:
-        parts.append(f"Their offer: {_signed(profile.score(view.standing) - profile.limit)}.")
+        parts.append(f"Their offer: {_rating(profile, view.standing)}.")
     if view.own_last is not None:
-        parts.append(f"Your last: {_signed(profile.score(view.own_last) - profile.limit)}.")
+        parts.append(f"Your last: {_rating(profile, view.own_last)}.")
     note = f"({' '.join(parts)})"
     if view.other_text is None:
         return f"You open.\n{note}"

@@ -141,9 +141,7 @@ class ScenarioConfig:
 
 PAYMENT = Issue(name="payment", label="payment terms", unit="days", values=(15, 30, 45, 60, 75))
 MOQ = Issue(name="moq", label="minimum order", unit="thousand units", values=(10, 20, 30, 40, 50))
-PRICE_STEPS = 8
-PRICE_STARTS = tuple(range(800, 961, 40))
-PRICE_STEP = 20
+PRICE = Issue(name="price", label="annual price", unit="thousand USD", values=tuple(range(800, 961, 20)))
 
 BUYERS = ("Hartwell Tools", "Nordic Pumps", "Brenner Motors", "Calder Lighting", "Ostrava Fittings", "Kestrel Bikes")
 SUPPLIERS = ("Meridian Alloys", "Tarn Polymers", "Vesta Steel", "Lowell Resins", "Corvus Metals", "Pike Castings")
@@ -160,7 +158,7 @@ def _points(rng: np.random.Generator) -> tuple[int, int, int]:
 def _profile(rng: np.random.Generator, role: int, limit: int) -> Profile:
     price, payment, moq = _points(rng)
     rising = (
-        tuple(price * i for i in range(PRICE_STEPS + 1)),
+        tuple(price * i for i in range(len(PRICE.values))),
         tuple(payment * i for i in range(len(PAYMENT.values))),
         tuple(moq * i for i in range(len(MOQ.values))),
     )
@@ -185,13 +183,6 @@ def procurement(config: ScenarioConfig, seed: int, *, zopa: bool = True) -> Scen
         The scenario.
     """
     rng = np.random.default_rng([seed, 0xB0])
-    start = int(rng.choice(PRICE_STARTS))
-    price = Issue(
-        name="price",
-        label="annual price",
-        unit="thousand USD",
-        values=tuple(start + PRICE_STEP * i for i in range(PRICE_STEPS + 1)),
-    )
     rounds = int(rng.integers(config.min_rounds, config.max_rounds + 1))
     opener = int(rng.integers(2))
     low, high = (config.min_limit, config.max_limit) if zopa else (55, 80)
@@ -199,7 +190,7 @@ def procurement(config: ScenarioConfig, seed: int, *, zopa: bool = True) -> Scen
         limits = rng.integers(low, high + 1, size=2)
         scenario = Scenario(
             name=f"procurement-{'' if zopa else 'nozopa-'}{seed}",
-            issues=(price, PAYMENT, MOQ),
+            issues=(PRICE, PAYMENT, MOQ),
             profiles=(_profile(rng, BUYER, int(limits[0])), _profile(rng, SUPPLIER, int(limits[1]))),
             rounds=rounds,
             opener=opener,

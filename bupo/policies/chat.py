@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-_PROBE = ("probe one", "probe two")
-
 
 class ChatTemplateError(ValueError):
     """A tokenizer's chat template cannot carry a dialogue that grows turn by turn."""
@@ -43,9 +41,10 @@ class ChatFormat:
             self.has_system = True
         except TemplateError:
             self.has_system = False
-        closing = self._between(_PROBE[1])
-        stop = self._ids(closing)[0]
-        self.stop_ids: tuple[int, ...] = tuple({stop, tokenizer.eos_token_id} - {None})
+        self._before, self._after = self._around_user()
+        stop = self._ids(self._before)[0]
+        eos = tokenizer.eos_token_id
+        self.stop_ids: tuple[int, ...] = (stop, eos) if isinstance(eos, int) and eos != stop else (stop,)
         self._stop_texts = tuple(str(tokenizer.decode([stop_id])) for stop_id in self.stop_ids)
         self.stop_id = stop
 
@@ -55,18 +54,24 @@ class ChatFormat:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _between(self, user: str) -> str:
-        """The text from the end of a reply to the start of the next one."""
-        first = [{"role": "user", "content": _PROBE[0]}]
+    def _around_user(self) -> tuple[str, str]:
+        """The template's text between a reply and the next user message, and from there to the next reply."""
+        first, reply = [{"role": "user", "content": "probe one"}], "probe reply"
         head = self._render(first)
-        reply = "probe reply"
-        whole = self._render([*first, {"role": "assistant", "content": reply}, {"role": "user", "content": user}])
-        if not whole.startswith(head + reply):
-            raise ChatTemplateError(
-                "the chat template changes earlier turns when a new one is added (not prefix-stable), so a dialogue "
-                "cannot continue its own cache; use a base with a plain template such as ChatML"
-            )
-        return whole[len(head) + len(reply) :]
+        pieces = set()
+        for probe in ("probe two", "another probe"):
+            turns = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": probe}]
+            whole = self._render(turns)
+            if not whole.startswith(head + reply) or whole.count(probe) != 1:
+                raise ChatTemplateError(
+                    "the chat template changes earlier turns when a new one is added (not prefix-stable), so a "
+                    "dialogue cannot continue its own cache; use a base with a plain template such as ChatML"
+                )
+            before, _, after = whole[len(head) + len(reply) :].partition(probe)
+            pieces.add((before, after))
+        if len(pieces) != 1:
+            raise ChatTemplateError("the chat template's control text depends on the message; use a plain template")
+        return pieces.pop()
 
     def clean(self, text: str) -> str:
         """Removes control tokens from text that came from a model, a player or a file."""
@@ -90,11 +95,11 @@ class ChatFormat:
             user: The new user message.
             last_id: Last id of the reply; the template's end-of-turn text is left out where the reply sampled it.
         """
-        text = self._between(self.clean(user))
+        before = self._before
         if last_id in self.stop_ids:
             for stop in self._stop_texts:
-                text = text.removeprefix(stop)
-        return self._ids(text)
+                before = before.removeprefix(stop)
+        return self._ids(before + self.clean(user) + self._after)
 
     def reply(self, text: str) -> list[int]:
         """Ids of an assistant reply, end of turn included."""

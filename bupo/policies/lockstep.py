@@ -20,7 +20,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from bupo.policies.attention import NAME, LayerCache
-from bupo.policies.pool import REFERENCE, PolicyPool
+from bupo.policies.pool import REFERENCE, PolicyPool, lora_weights
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -44,9 +44,7 @@ class Stacks:
     def select(self, names: Sequence[str]) -> Stacks:
         """The sub-stack of these policies, in this order."""
         index = [self.names.index(name) for name in names]
-        return Stacks(
-            names=tuple(names), weights={key: (a[index], b[index]) for key, (a, b) in self.weights.items()}
-        )
+        return Stacks(names=tuple(names), weights={key: (a[index], b[index]) for key, (a, b) in self.weights.items()})
 
     def offload(self) -> Stacks:
         """A copy in CPU memory."""
@@ -136,6 +134,11 @@ class Lockstep:
         """Compute type of the base."""
         return self.head.weight.dtype
 
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The layers that carry adapters."""
+        return tuple(self._modules)
+
     def _forward_of(self, key: str, module: LoraLinear) -> Callable[..., torch.Tensor]:
         alone = module.forward
         base = module.base_layer
@@ -166,8 +169,9 @@ class Lockstep:
         weights = {}
         with torch.set_grad_enabled(grad):
             for key, module in self._modules.items():
-                a = torch.stack([module.lora_A[name].weight.T for name in names])
-                b = torch.stack([module.lora_B[name].weight.T * module.scaling[name] for name in names])
+                pairs = [lora_weights(module, name) for name in names]
+                a = torch.stack([a.T for a, _ in pairs])
+                b = torch.stack([b.T * module.scaling[name] for name, (_, b) in zip(names, pairs, strict=True)])
                 weights[key] = (a.to(self.dtype), b.to(self.dtype))
         return Stacks(names=tuple(names), weights=weights)
 

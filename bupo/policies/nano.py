@@ -21,6 +21,7 @@ CHAT_TEMPLATE = (
 )
 SPECIALS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MAX_POSITIONS = 2048
+HEAD_WIDTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class NanoConfig:
     """Size of the nano base.
 
     Attributes:
-        hidden: Width of the residual stream; a multiple of 64 (the width of a head).
+        hidden: Width of the residual stream; a multiple of 32 (the width of a head).
         layers: Number of decoder layers.
         ffn: Width of the feed-forward layers.
         vocab: Vocabulary size of its tokenizer, at least 512.
@@ -43,8 +44,8 @@ class NanoConfig:
         """Checks the sizes."""
         raise_problems(
             [
-                at_least("hidden", self.hidden, 64),
-                f"hidden: {self.hidden} is not a multiple of 64" if self.hidden % 64 else None,
+                at_least("hidden", self.hidden, HEAD_WIDTH),
+                f"hidden: {self.hidden} is not a multiple of {HEAD_WIDTH}" if self.hidden % HEAD_WIDTH else None,
                 at_least("layers", self.layers, 1),
                 at_least("ffn", self.ffn, 16),
                 at_least("vocab", self.vocab, 512),
@@ -97,7 +98,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int, numbers: Iterable[int] = (
 
 def build_nano(config: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A randomly initialised nano model for this tokenizer."""
-    heads = config.hidden // 64
+    heads = config.hidden // HEAD_WIDTH
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -105,12 +106,12 @@ def build_nano(config: NanoConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaF
             num_hidden_layers=config.layers,
             num_attention_heads=heads,
             num_key_value_heads=1,
-            head_dim=64,
+            head_dim=HEAD_WIDTH,
             intermediate_size=config.ffn,
             max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=SPECIALS.index("<|end|>"),
+            pad_token_id=SPECIALS.index("<|pad|>"),
         )
     )

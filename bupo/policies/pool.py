@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -83,6 +84,26 @@ class PoolConfig:
         return count
 
 
+def lora_config(config: PoolConfig, layers: int) -> LoraConfig:
+    """PEFT's configuration of one adapter on the top layers of a base of `layers` layers."""
+    names = _ATTENTION if config.targets == "attention" else (*_ATTENTION, *_MLP)
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=0.0,
+        target_modules=list(names),
+        layers_to_transform=list(range(layers - config.branches(layers), layers)),
+        layers_pattern="layers",
+        task_type="CAUSAL_LM",
+    )
+
+
+def lora_weights(module: LoraLinear, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """A [R, D] and B [D', R] of one adapter in one layer."""
+    a, b = cast(nn.Linear, module.lora_A[name]), cast(nn.Linear, module.lora_B[name])
+    return cast(nn.Parameter, a.weight), cast(nn.Parameter, b.weight)
+
+
 class PolicyPool:
     """K named sub-policies that can be perturbed, removed, saved and loaded one by one."""
 
@@ -108,24 +129,11 @@ class PolicyPool:
             self._check_reference()
         else:
             # PEFT wants one adapter to wrap a model: this one is the zero adapter, i.e. the base itself.
-            self.model = get_peft_model(base.model, self._lora(), adapter_name=REFERENCE)
-        self.model.eval()
-        self._freeze_reference()
-
-    def _lora(self) -> LoraConfig:
-        names = _ATTENTION if self.config.targets == "attention" else (*_ATTENTION, *_MLP)
-        return LoraConfig(
-            r=self.config.rank,
-            lora_alpha=self.config.alpha,  # pyright: ignore[reportArgumentType]
-            lora_dropout=0.0,
-            target_modules=list(names),
-            layers_to_transform=list(range(self.first_branch, self.layers)),
-            layers_pattern="layers",
-            task_type="CAUSAL_LM",
-        )
+            self.model = get_peft_model(base.model, lora_config(self.config, self.layers), adapter_name=REFERENCE)
+        self._settle()
 
     def _check_reference(self) -> None:
-        have, want = self.model.peft_config[REFERENCE], self._lora()
+        have, want = self.model.peft_config[REFERENCE], lora_config(self.config, self.layers)
         for field in ("r", "lora_alpha", "target_modules", "layers_to_transform"):
             got, wanted = getattr(have, field), getattr(want, field)
             if (set(got) if isinstance(got, (list, set)) else got) != (
@@ -136,9 +144,12 @@ class PolicyPool:
                     "give pool.* the adapter's shape, or delete that folder to train a new one"
                 )
 
-    def _freeze_reference(self) -> None:
-        for parameter in self._parameters(REFERENCE):
-            parameter.requires_grad_(False)
+    def _settle(self) -> None:
+        """Restores what PEFT's own bookkeeping flips: all members train, the reference does not."""
+        self.model.eval()
+        for name in (REFERENCE, *self.names):
+            for parameter in self._parameters(name):
+                parameter.requires_grad_(name != REFERENCE)
 
     def modules(self) -> dict[str, LoraLinear]:
         """The LoRA layers by module name, in forward order."""
@@ -146,8 +157,7 @@ class PolicyPool:
 
     def _parameters(self, name: str) -> Iterator[nn.Parameter]:
         for module in self.modules().values():
-            yield module.lora_A[name].weight  # pyright: ignore[reportReturnType]
-            yield module.lora_B[name].weight  # pyright: ignore[reportReturnType]
+            yield from lora_weights(module, name)
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The trainable tensors of one sub-policy: A and B of each LoRA layer, fp32."""
@@ -156,11 +166,9 @@ class PolicyPool:
     def _new(self) -> str:
         name = f"p{self._next:02d}"
         self._next += 1
-        self.model.add_adapter(name, self._lora())
+        self.model.add_adapter(name, lora_config(self.config, self.layers))
         for parameter in self._parameters(name):
             parameter.data = parameter.data.float()
-            parameter.requires_grad_(True)
-        self._freeze_reference()
         return name
 
     def add_perturbed(self, parent: str = REFERENCE, *, generator: torch.Generator, iteration: int = 0) -> str:
@@ -179,8 +187,8 @@ class PolicyPool:
         """
         name = self._new()
         for module in self.modules().values():
-            a, b = module.lora_A[name].weight, module.lora_B[name].weight
-            parent_a, parent_b = module.lora_A[parent].weight, module.lora_B[parent].weight
+            a, b = lora_weights(module, name)
+            parent_a, parent_b = lora_weights(module, parent)
             with torch.no_grad():
                 if parent_b.any():
                     a.copy_(parent_a)
@@ -189,13 +197,16 @@ class PolicyPool:
                     # The zero adapter has no direction to inherit: a fresh A gives the policy a subspace of its own.
                     a.copy_(torch.randn(a.shape, generator=generator) / a.shape[1] ** 0.5)
                     b.zero_()
-                weight_rms = module.base_layer.weight.float().pow(2).mean().sqrt()  # pyright: ignore
+                weight_rms = cast(nn.Linear, module.base_layer).weight.float().pow(2).mean().sqrt()
                 noise = torch.randn(b.shape, generator=generator)
-                size = self.config.perturbation * weight_rms / (
-                    module.scaling[name] * a.pow(2).sum().div(a.shape[1]).sqrt()
+                size = (
+                    self.config.perturbation
+                    * weight_rms
+                    / (module.scaling[name] * a.pow(2).sum().div(a.shape[1]).sqrt())
                 )
                 b.add_(noise.to(b) * size)
         self.names = (*self.names, name)
+        self._settle()
         self.born[name] = iteration
         self.parents[name] = parent
         return name
@@ -212,7 +223,7 @@ class PolicyPool:
         self.names = tuple(other for other in self.names if other != name)
         self.born.pop(name)
         self.parents.pop(name)
-        self._freeze_reference()
+        self._settle()
 
     def save(self, folder: Path) -> None:
         """Writes one PEFT folder a sub-policy and a manifest; any of them loads with `PeftModel.from_pretrained`."""
@@ -237,8 +248,6 @@ class PolicyPool:
             self.model.load_adapter(str(folder / name), adapter_name=name, is_trainable=True)
             for parameter in self._parameters(name):
                 parameter.data = parameter.data.float()
-                parameter.requires_grad_(True)
         self.names = tuple(manifest["names"])
         self.born, self.parents, self._next = manifest["born"], manifest["parents"], manifest["next"]
-        self.model.eval()
-        self._freeze_reference()
+        self._settle()

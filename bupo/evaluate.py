@@ -1,0 +1,355 @@
+"""The evaluation protocol: held-out scenarios, opponents never trained against, the same seeds at every stage.
+
+Definitions of all measures: docs/metrics.md. Payoff is own utility on the 0-1 scale, the reservation value without a
+deal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bupo.config import one_of, raise_problems
+from bupo.coordinators.base import GameCoordinator
+from bupo.intervals import clustered_bootstrap, paired_difference
+from bupo.negotiation.frontier import Analysis, analyse, nash_ratio, pareto_distance
+from bupo.negotiation.opponents import EVALUATION_OPPONENTS
+from bupo.negotiation.scenario import Scenario, ScenarioConfig, fingerprint, procurement
+from bupo.policies.lockstep import Stacks
+from bupo.records import Episode
+from bupo.rollout.dialogues import Seating, Table, play_dialogues
+from bupo.tracking import Tracker
+
+SIZES = ("quick", "full")
+LEARNER = "policy"
+MEASURES = (
+    "payoff",
+    "payoff_agreed_only",
+    "opponent_payoff",
+    "surplus_share",
+    "opponent_surplus_share",
+    "agreement_rate",
+    "rounds",
+    "valid_message_rate",
+    "irrational_deals",
+    "nash_ratio",
+    "pareto_distance",
+)
+PAIRED = ("payoff", "agreement_rate", "rounds", "irrational_deals")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The evaluation before and after training.
+
+    Attributes:
+        size: `quick`: 30 scenarios x 2 roles x 4 opponents = 240 dialogues a stage; `full`: 60 x 2 x 5 = 600 and 100
+            without a ZOPA; `none` skips evaluation.
+        batch: Most dialogues decoded together.
+    """
+
+    size: str = "quick"
+    batch: int = 128
+
+    def __post_init__(self) -> None:
+        """Checks the size."""
+        raise_problems([one_of("size", self.size, SIZES)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """The frozen set of dialogues of an evaluation.
+
+    Attributes:
+        seatings: Against scripted opponents; the learner's seat holds `policy`.
+        no_zopa: Where walking away is right.
+        self_play: The learner in both seats.
+        hash: Fingerprint of the scenarios.
+    """
+
+    seatings: tuple[Seating, ...]
+    no_zopa: tuple[Seating, ...]
+    self_play: tuple[Seating, ...]
+    hash: str
+
+
+def _seating(scenario: Scenario, seat: int, opponent: str, seed: int) -> Seating:
+    players = (LEARNER, opponent) if seat == 0 else (opponent, LEARNER)
+    return Seating(scenario=scenario, players=players, seed=seed, learner=(seat == 0, seat == 1))
+
+
+def stratified_scenarios(config: ScenarioConfig, count: int) -> list[Scenario]:
+    """Held-out scenarios spread over the size of the ZOPA.
+
+    A pool four times as large is sorted by its best egalitarian surplus and every fourth is taken, so that narrow and
+    wide zones of agreement appear alike at every size.
+    """
+    pool = [procurement(config, seed) for seed in range(4 * count)]
+    width = [float((s.utilities - np.array([[p.reservation] for p in s.profiles])).min(0).max()) for s in pool]
+    return [pool[index] for index in np.argsort(width, kind="stable")[2::4]]
+
+
+def protocol(config: ScenarioConfig, size: str) -> Protocol:
+    """Builds the dialogues of `quick` or `full` (facts: 60 scenarios x 2 roles x 5, and 10 without ZOPA x 2 x 5)."""
+    full = size == "full"
+    opponents = list(EVALUATION_OPPONENTS)
+    scenarios = stratified_scenarios(config, 60 if full else 30)
+    seatings, no_zopa, both = [], [], []
+    for index, scenario in enumerate(scenarios):
+        for seat in (0, 1):
+            for repeat in range(5 if full else 4):
+                opponent = opponents[(repeat + index) % 4]
+                seatings.append(_seating(scenario, seat, opponent, 1000 * index + 10 * repeat + seat))
+        for repeat in range(4):
+            seed = 1000 * index + 500 + repeat
+            both.append(Seating(scenario=scenario, players=(LEARNER, LEARNER), seed=seed, learner=(True, True)))
+    if full:
+        for index in range(10):
+            scenario = procurement(config, 900_000 + index, zopa=False)
+            for seat in (0, 1):
+                for repeat in range(5):
+                    opponent = opponents[(repeat + index) % 4]
+                    no_zopa.append(_seating(scenario, seat, opponent, 90_000 + 100 * index + 10 * repeat + seat))
+    everything = [*scenarios, *(s.scenario for s in no_zopa)]
+    return Protocol(
+        seatings=tuple(seatings), no_zopa=tuple(no_zopa), self_play=tuple(both), hash=fingerprint(everything)
+    )
+
+
+def measure(seating: Seating, episode: Episode, seat: int, analysis: Analysis) -> dict[str, float]:
+    """All measures of one dialogue for one seat; NaN where a measure is defined on deals only."""
+    scenario, deal = seating.scenario, episode.deal is not None
+    own = [turn for turn in episode.turns if turn.seat == seat]
+    valid = [turn.action.kind != "invalid" for turn in own]
+    nan = float("nan")
+    return {
+        "payoff": episode.utilities[seat],
+        "payoff_agreed_only": episode.utilities[seat] if deal else nan,
+        "opponent_payoff": episode.utilities[1 - seat],
+        "surplus_share": episode.surplus[seat],
+        "opponent_surplus_share": episode.surplus[1 - seat],
+        "agreement_rate": float(deal),
+        "rounds": episode.rounds,
+        "valid_message_rate": float(np.mean(valid)) if valid else nan,
+        "irrational_deals": float(deal and episode.surplus[seat] < 0),
+        "nash_ratio": nash_ratio(scenario, analysis, episode.utilities) if deal and analysis.nash_product > 0 else nan,
+        "pareto_distance": pareto_distance(analysis, episode.utilities) if deal else nan,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Measures of many dialogues, ready to be summarised.
+
+    Attributes:
+        values: Measure -> one value a dialogue (and seat).
+        scenario: Scenario of each, the cluster of the bootstrap.
+        opponent: Opponent of each.
+    """
+
+    values: Mapping[str, np.ndarray]
+    scenario: np.ndarray
+    opponent: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of dialogues (and seats)."""
+        return len(self.scenario)
+
+    def summary(self) -> dict[str, Any]:
+        """Mean and interval of each measure."""
+        return {
+            key: clustered_bootstrap(values, self.scenario, draws=1000).as_dict() for key, values in self.values.items()
+        }
+
+    def where(self, opponent: str) -> Measured:
+        """The dialogues against one opponent."""
+        mask = self.opponent == opponent
+        return Measured(
+            values={key: values[mask] for key, values in self.values.items()},
+            scenario=self.scenario[mask],
+            opponent=self.opponent[mask],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON; NaN as null."""
+        return {
+            "values": {
+                key: [None if np.isnan(value) else float(value) for value in values]
+                for key, values in self.values.items()
+            },
+            "scenario": self.scenario.tolist(),
+            "opponent": self.opponent.tolist(),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Measured:
+        """Restores what `state_dict` gave."""
+        return cls(
+            values={key: np.array(values, dtype=float) for key, values in state["values"].items()},
+            scenario=np.array(state["scenario"]),
+            opponent=np.array(state["opponent"]),
+        )
+
+
+def measure_all(seatings: Sequence[Seating], episodes: Sequence[Episode], analyses: Mapping[str, Analysis]) -> Measured:
+    """Measures each seat that `policy` (or a yardstick in its place) held."""
+    rows, scenarios, opponents = [], [], []
+    for seating, episode in zip(seatings, episodes, strict=True):
+        for seat in (0, 1):
+            if seating.learner[seat]:
+                rows.append(measure(seating, episode, seat, analyses[seating.scenario.name]))
+                scenarios.append(seating.scenario.name)
+                opponents.append(seating.players[1 - seat])
+    return Measured(
+        values={key: np.array([row[key] for row in rows]) for key in MEASURES},
+        scenario=np.array(scenarios),
+        opponent=np.array(opponents),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """One stage: against never-seen opponents, without ZOPA (full only), and in self-play."""
+
+    scripted: Measured
+    no_zopa: Measured | None
+    self_play: Measured
+
+    def summary(self) -> dict[str, Any]:
+        """The stage's entry in summary.json."""
+        entry = self.scripted.summary()
+        entry["per_opponent"] = {name: self.scripted.where(name).summary() for name in EVALUATION_OPPONENTS}
+        if self.no_zopa is not None:
+            entry["no_zopa"] = self.no_zopa.summary()
+        return entry
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON, so that a resumed run compares with the very same dialogues."""
+        parts = {"scripted": self.scripted, "no_zopa": self.no_zopa, "self_play": self.self_play}
+        return {key: None if part is None else part.state_dict() for key, part in parts.items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> StageResult:
+        """Restores what `state_dict` gave."""
+        return cls(
+            scripted=Measured.from_state(state["scripted"]),
+            no_zopa=None if state["no_zopa"] is None else Measured.from_state(state["no_zopa"]),
+            self_play=Measured.from_state(state["self_play"]),
+        )
+
+
+class Evaluation:
+    """Runs the protocol for policies, scripted yardsticks and the ceiling."""
+
+    def __init__(self, config: EvaluationConfig, scenarios: ScenarioConfig, tracker: Tracker) -> None:
+        """Builds the frozen protocol and analyses its scenarios."""
+        self.config = config
+        self.tracker = tracker
+        self.protocol = protocol(scenarios, config.size)
+        everything = [*self.protocol.seatings, *self.protocol.no_zopa, *self.protocol.self_play]
+        self.scenarios = {s.scenario.name: s.scenario for s in everything}
+        self.analyses = {name: analyse(scenario) for name, scenario in self.scenarios.items()}
+
+    def stage(
+        self,
+        name: str,
+        table: Table,
+        stacks: Stacks,
+        coordinator: GameCoordinator,
+        *,
+        seed: int,
+        on_episode: Callable[[Seating, Episode], None] | None = None,
+    ) -> StageResult:
+        """Plays one stage.
+
+        Args:
+            name: Shown in the progress bar.
+            table: What to play with.
+            stacks: The policies to evaluate, acting through `coordinator`.
+            coordinator: Their mixture.
+            seed: Seeds sampling.
+            on_episode: Told each finished dialogue.
+        """
+        parts = (self.protocol.seatings, self.protocol.no_zopa, self.protocol.self_play)
+        total = sum(map(len, parts))
+        generator = torch.Generator(device=table.lockstep.device).manual_seed(seed)
+        record = on_episode or (lambda seating, episode: None)
+        pools = {LEARNER: (stacks, coordinator)}
+        measured: list[Measured] = []
+        with self.tracker.progress(f"evaluate {name}", total, "dialogues") as bar:
+            for seatings in parts:
+                episodes: list[Episode] = []
+                for start in range(0, len(seatings), self.config.batch):
+                    chunk = seatings[start : start + self.config.batch]
+                    seen = 0
+
+                    def told(done: int) -> None:
+                        nonlocal seen
+                        bar.update(advance=done - seen)
+                        seen = done
+
+                    episodes += play_dialogues(table, chunk, pools, generator, told)
+                for seating, episode in zip(seatings, episodes, strict=True):
+                    record(seating, episode)
+                measured.append(measure_all(seatings, episodes, self.analyses))
+        scripted, no_zopa, self_play = measured
+        return StageResult(scripted=scripted, no_zopa=no_zopa if len(no_zopa) else None, self_play=self_play)
+
+    def yardstick(self, player: str) -> Measured:
+        """A scripted player in the learner's place, on the same seeds."""
+        from bupo.negotiation.dialogue import play
+        from bupo.negotiation.opponents import seat_player
+
+        episodes = []
+        for seating in self.protocol.seatings:
+            names = tuple(player if name == LEARNER else name for name in seating.players)
+            rng = np.random.default_rng([seating.seed, 0x5C])
+            talkers = tuple(seat_player(name, seating.scenario, seat, rng) for seat, name in enumerate(names))
+            episodes.append(play(seating.scenario, names, talkers).episode())  # pyright: ignore[reportArgumentType]
+        return measure_all(self.protocol.seatings, episodes, self.analyses)
+
+    def ceiling(self) -> dict[str, Any]:
+        """Payoff of perfect play: the best own utility that leaves the other side at its reservation or above."""
+        values, clusters = [], []
+        for seating in self.protocol.seatings:
+            seat = seating.learner.index(True)
+            values.append(self.analyses[seating.scenario.name].ceiling[seat])
+            clusters.append(seating.scenario.name)
+        return clustered_bootstrap(np.array(values), np.array(clusters), draws=1000).as_dict()
+
+    def paired(self, before: StageResult, after: StageResult) -> dict[str, Any]:
+        """Differences on the same seeds, with intervals clustered by scenario."""
+        return {
+            key: paired_difference(
+                after.scripted.values[key], before.scripted.values[key], after.scripted.scenario, draws=1000
+            ).as_dict()
+            for key in PAIRED
+        }
+
+    def deals(self, stages: Mapping[str, StageResult]) -> dict[str, Any]:
+        """Deals in surplus shares of both sides, and the mean frontier, for the plot."""
+        grid = np.linspace(0, 1, 41)
+        curves = []
+        for name in {s.scenario.name for s in self.protocol.seatings}:
+            scenario, analysis = self.scenarios[name], self.analyses[name]
+            shares = np.array(
+                [
+                    [(u - p.reservation) / (1 - p.reservation) for u, p in zip(pair, scenario.profiles, strict=True)]
+                    for pair in analysis.frontier
+                ]
+            )
+            for own in (0, 1):
+                order = np.argsort(shares[:, own])
+                curves.append(np.interp(grid, shares[order, own], shares[order, 1 - own]))
+        points = {}
+        for stage, result in stages.items():
+            values = result.scripted.values
+            agreed = values["agreement_rate"] == 1
+            pairs = np.stack([values["surplus_share"], values["opponent_surplus_share"]], axis=1)[agreed]
+            points[stage] = pairs.tolist()
+        mean = np.mean(curves, axis=0)
+        return {"stages": points, "frontier": [[float(x), float(y)] for x, y in zip(grid, mean, strict=True)]}

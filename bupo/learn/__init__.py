@@ -1,0 +1,1 @@
+"""SFT, advantages, objectives and the PPO update."""

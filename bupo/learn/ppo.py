@@ -1,0 +1,323 @@
+"""The joint PPO update: one ratio of the executed mixture, back-propagated through the coordinator into every adapter.
+
+Shape legend: K sub-policies, B rows, T tokens, N action tokens, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bupo.config import at_least, in_range, one_of, positive, raise_problems
+from bupo.coordinators.base import GameCoordinator
+from bupo.learn.objectives import clipped_surrogate, entropy, kl
+from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.pool import PolicyPool
+from bupo.records import Proposal, TokenBatch
+
+ADVANTAGES = ("group", "role")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """The update.
+
+    Attributes:
+        lr: Learning rate of the adapters (Adam).
+        final_lr: Learning rate of the last iteration as a share of `lr`; linear decay.
+        clip: Half-width of the trusted range of the mixture's ratio.
+        epochs: Passes over an iteration's tokens.
+        minibatches: Optimizer steps a pass.
+        micro_tokens: Most tokens (padding included) in one forward; smaller saves memory and changes no number.
+        advantage: `group` (same scenario, role and opponent) or `role` (running mean of each role).
+        scale_by_std: Whether advantages are divided by their standard deviation over the batch.
+        kl_reference: Weight of KL(mu || reference), exact over the vocabulary.
+        kl_old: Weight of the mean over sub-policies of KL(pi_k,old || pi_k): the clip alone does not bound a policy
+            that holds little responsibility.
+        entropy: Weight of the entropy bonus of the mixture.
+        max_grad_norm: Gradient norm of each sub-policy is clipped to this.
+        temperature: Divides the logits of each proposal, in rollouts and updates alike.
+    """
+
+    lr: float = 3e-3
+    final_lr: float = 0.2
+    clip: float = 0.2
+    epochs: int = 1
+    minibatches: int = 4
+    micro_tokens: int = 8192
+    advantage: str = "group"
+    scale_by_std: bool = True
+    kl_reference: float = 0.02
+    kl_old: float = 0.2
+    entropy: float = 0.0
+    max_grad_norm: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        raise_problems(
+            [
+                at_least("lr", self.lr, 0),
+                in_range("final_lr", self.final_lr, 0, 1),
+                in_range("clip", self.clip, 0, 1, include_low=False),
+                at_least("epochs", self.epochs, 1),
+                at_least("minibatches", self.minibatches, 1),
+                at_least("micro_tokens", self.micro_tokens, 64),
+                one_of("advantage", self.advantage, ADVANTAGES),
+                at_least("kl_reference", self.kl_reference, 0),
+                at_least("kl_old", self.kl_old, 0),
+                at_least("entropy", self.entropy, 0),
+                positive("max_grad_norm", self.max_grad_norm),
+                positive("temperature", self.temperature),
+            ]
+        )
+
+
+class PolicyOptimizer:
+    """Adam over the pool, one parameter group a sub-policy, so that policies come and go without touching others."""
+
+    def __init__(self, pool: PolicyPool, config: PPOConfig) -> None:
+        """Builds the optimizer for the pool's present members."""
+        self.pool = pool
+        self.config = config
+        groups = [{"params": pool.parameters(name), "name": name} for name in pool.names]
+        self.adam = torch.optim.Adam(groups, lr=config.lr, betas=(0.9, 0.95))
+
+    def sync(self) -> None:
+        """Follows the pool: drops removed policies with their state, adds new ones with fresh state."""
+        kept = [group for group in self.adam.param_groups if group["name"] in self.pool.names]
+        for group in self.adam.param_groups:
+            if group["name"] not in self.pool.names:
+                for parameter in group["params"]:
+                    self.adam.state.pop(parameter, None)
+        self.adam.param_groups[:] = kept
+        have = {group["name"] for group in kept}
+        for name in self.pool.names:
+            if name not in have:
+                self.adam.add_param_group({"params": self.pool.parameters(name), "name": name})
+
+    def step(self, learning_rate: float) -> dict[str, float]:
+        """Clips each policy's gradient, steps, clears gradients.
+
+        Returns:
+            Gradient norm of each policy before clipping.
+
+        Raises:
+            FloatingPointError: A gradient is not finite.
+        """
+        norms = {}
+        for group in self.adam.param_groups:
+            group["lr"] = learning_rate
+            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.config.max_grad_norm)
+            norms[group["name"]] = float(norm)
+            if not torch.isfinite(norm):
+                raise FloatingPointError(
+                    f"the gradient of {group['name']} is not finite; lower ppo.lr or check the reward"
+                )
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        return norms
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Adam state by `name/index` of the parameter."""
+        state = {}
+        for group in self.adam.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter in self.adam.state:
+                    state[f"{group['name']}/{index}"] = dict(self.adam.state[parameter])
+        return state
+
+    def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Restores what `state_dict` gave."""
+        for group in self.adam.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if (saved := state.get(f"{group['name']}/{index}")) is not None:
+                    self.adam.state[parameter] = {key: value.clone() for key, value in saved.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Proposals at the action tokens of some rows.
+
+    Attributes:
+        logp_KNV: Log-probabilities of each policy of the stack.
+        ids_N: The executed tokens.
+        row_N: Row of each token.
+    """
+
+    logp_KNV: torch.Tensor
+    ids_N: torch.Tensor
+    row_N: torch.Tensor
+
+
+def score(lockstep: Lockstep, batch: TokenBatch, stacks: Stacks, temperature: float) -> Scored:
+    """Teacher-forced proposals at the action tokens: the same forward as the rollout's.
+
+    Args:
+        lockstep: The forward.
+        batch: Rows to score.
+        stacks: The policies.
+        temperature: As in the rollout.
+
+    Returns:
+        Proposals at each action token, in row-major order.
+    """
+    device = lockstep.device
+    ids_BT = batch.ids_BT.to(device)
+    positions_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
+    h_KBTD = lockstep.branches(lockstep.trunk(ids_BT, positions_BT), positions_BT, stacks)
+    row_N, column_N = batch.action_BT.to(device).nonzero(as_tuple=True)
+    # The distribution of a token stands at the position before it.
+    logp_KNV = lockstep.logp(h_KBTD[:, row_N, column_N - 1], temperature)
+    return Scored(logp_KNV=logp_KNV, ids_N=ids_BT[row_N, column_N], row_N=row_N)
+
+
+def micro_batches(batch: TokenBatch, rows: torch.Tensor, micro_tokens: int) -> Iterator[TokenBatch]:
+    """Cuts rows into pieces of at most `micro_tokens` tokens, rows of similar length together."""
+    order = rows[batch.length_B[rows].argsort(descending=True)]
+    start = 0
+    while start < len(order):
+        width = int(batch.length_B[order[start]])
+        count = max(micro_tokens // width, 1)
+        yield batch.rows(order[start : start + count])
+        start += count
+
+
+def _gather(logp_NV: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+    return logp_NV.gather(-1, ids_N[:, None])[:, 0]
+
+
+def update(
+    lockstep: Lockstep,
+    coordinator: GameCoordinator,
+    optimizer: PolicyOptimizer,
+    batch: TokenBatch,
+    config: PPOConfig,
+    *,
+    learning_rate: float,
+    generator: torch.Generator,
+    on_step: Callable[[int], None] | None = None,
+) -> dict[str, float]:
+    """One iteration's PPO epochs over a batch.
+
+    The old policy is a frozen copy of the adapters at the start of the update; its distributions are recomputed micro
+    batch by micro batch, so [K, B, T, V] never exists whole. Every loss term is a mean over the action tokens of the
+    minibatch, however it is cut.
+
+    Args:
+        lockstep: The forward.
+        coordinator: The mixture that was sampled.
+        optimizer: Steps the adapters.
+        batch: Own tokens with advantages.
+        config: The update's settings.
+        learning_rate: Adam's learning rate now.
+        generator: Shuffles rows.
+        on_step: Told the number of tokens done after each optimizer step.
+
+    Returns:
+        Diagnostics (docs/metrics.md).
+
+    Raises:
+        FloatingPointError: The loss or a gradient is not finite.
+    """
+    old = lockstep.stacks(reference=True)
+    sums: dict[str, float] = {}
+    norms: dict[str, float] = {}
+    first_ratio: float | None = None
+    tokens = steps = 0
+    for _ in range(config.epochs):
+        shuffled = torch.randperm(len(batch), generator=generator)
+        for rows in shuffled.chunk(config.minibatches):
+            total = int(batch.action_BT[rows].sum())
+            for micro in micro_batches(batch, rows, config.micro_tokens):
+                loss, parts = _loss(lockstep, coordinator, micro, old, config)
+                if not torch.isfinite(loss):
+                    raise FloatingPointError(f"the PPO loss is not finite: {parts}; lower ppo.lr or check the reward")
+                (loss / total).backward()
+                for key, value in parts.items():
+                    sums[key] = sums.get(key, 0.0) + value
+                tokens += int(micro.action_BT.sum())
+                if first_ratio is None:
+                    first_ratio = parts["ratio_deviation"] / int(micro.action_BT.sum())
+            for name, norm in optimizer.step(learning_rate).items():
+                norms[name] = norms.get(name, 0.0) + norm
+            steps += 1
+            if on_step is not None:
+                on_step(tokens)
+    metrics = {f"ppo/{key}": value / tokens for key, value in sums.items()}
+    metrics["ppo/first_ratio_deviation"] = first_ratio or 0.0
+    metrics["ppo/learning_rate"] = learning_rate
+    return metrics | {f"gradient_norm/{name}": norm / steps for name, norm in norms.items()}
+
+
+def _loss(
+    lockstep: Lockstep, coordinator: GameCoordinator, micro: TokenBatch, old: Stacks, config: PPOConfig
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Summed loss of a micro batch, and summed diagnostics."""
+    with torch.no_grad():
+        before = score(lockstep, micro, old, config.temperature)
+        old_KNV, reference_NV = before.logp_KNV[:-1], before.logp_KNV[-1]
+        old_N = _gather(coordinator.combine(Proposal(logp_KNV=old_KNV)).logp_NV, before.ids_N)
+    now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature)
+    mixture = coordinator.combine(Proposal(logp_KNV=now.logp_KNV))
+    logp_N = _gather(mixture.logp_NV, now.ids_N)
+    advantage_N = micro.advantage_B.to(logp_N)[now.row_N]
+    surrogate_N, ratio_N = clipped_surrogate(logp_N, old_N, advantage_N, config.clip)
+    kl_reference_N = kl(mixture.logp_NV, reference_NV)
+    kl_old_N = kl(old_KNV, now.logp_KNV).mean(0)
+    entropy_N = entropy(mixture.logp_NV)
+    loss = (
+        surrogate_N + config.kl_reference * kl_reference_N + config.kl_old * kl_old_N - config.entropy * entropy_N
+    ).sum()
+    with torch.no_grad():
+        clipped_N = ((ratio_N - 1).abs() > config.clip).float()
+        rollout_N = micro.logp_rollout_BT.to(logp_N)[micro.action_BT.to(logp_N.device)]
+        parts = {
+            "loss": loss.detach(),
+            "surrogate": surrogate_N.sum(),
+            "kl_reference": kl_reference_N.sum(),
+            "kl_old": kl_old_N.sum(),
+            "entropy": entropy_N.sum(),
+            "ratio": ratio_N.sum(),
+            "ratio_deviation": (ratio_N - 1).abs().sum(),
+            "clip_fraction": clipped_N.sum(),
+            "rollout_mismatch": (old_N - rollout_N).abs().sum(),
+        }
+    return loss, {key: float(value) for key, value in parts.items()}
+
+
+def scheduled_lr(config: PPOConfig, iteration: int, iterations: int) -> float:
+    """Learning rate of an iteration (from 0): linear from `lr` to `final_lr * lr` at the last one."""
+    progress = iteration / max(iterations - 1, 1)
+    return config.lr * (1 - (1 - config.final_lr) * progress)
+
+
+def token_batch(
+    rows: Sequence[tuple[Sequence[int], Sequence[bool], Sequence[float]]], advantages: Sequence[float]
+) -> TokenBatch:
+    """Pads rows into a batch.
+
+    Args:
+        rows: Ids, action mask and rollout log-probabilities of each row.
+        advantages: Advantage of each row.
+
+    Returns:
+        The right-padded batch.
+    """
+    width = max(len(ids) for ids, _, _ in rows)
+    ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
+    action_BT = torch.zeros(len(rows), width, dtype=torch.bool)
+    logp_BT = torch.zeros(len(rows), width)
+    for i, (ids, action, logp) in enumerate(rows):
+        ids_BT[i, : len(ids)] = torch.tensor(ids)
+        action_BT[i, : len(ids)] = torch.tensor(action)
+        logp_BT[i, : len(ids)] = torch.tensor(logp)
+    return TokenBatch(
+        ids_BT=ids_BT,
+        action_BT=action_BT,
+        length_B=torch.tensor([len(ids) for ids, _, _ in rows]),
+        advantage_B=torch.tensor(advantages, dtype=torch.float32),
+        logp_rollout_BT=logp_BT,
+    )

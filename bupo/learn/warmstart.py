@@ -1,0 +1,347 @@
+"""Initialise: supervised fine-tuning on dialogues between scripted players, cached by everything that shapes it.
+
+A nano base is trained from scratch (tokenizer included) and becomes the frozen base itself. A public base gets a LoRA
+adapter that becomes the frozen `sft` reference. Both run through TRL's SFTTrainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bupo.config import at_least, in_range, positive, raise_problems, to_dict
+from bupo.negotiation.dialogue import Dialogue, play
+from bupo.negotiation.opponents import seat_player
+from bupo.negotiation.scenario import ScenarioConfig, procurement
+from bupo.policies.bases import NANO, Base, load_pretrained
+from bupo.policies.chat import ChatFormat
+from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
+from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
+from bupo.tracking import Tracker
+
+SFT_SEEDS = 500_000
+"""First scenario seed of SFT data: held-out scenarios come before it, training scenarios from 1,000,000 on."""
+
+FORMAT = 1
+"""Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
+
+SPEAKERS = {"firm": 0.35, "eager": 0.35, "random": 0.15, "micro": 0.1, "tough": 0.05}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmstartConfig:
+    """SFT before any reinforcement learning.
+
+    Attributes:
+        dialogues: Scripted dialogues to learn from when a nano base is trained; both seats of each are examples.
+        lr: Peak learning rate for a nano base.
+        public_dialogues: Scripted dialogues for a public base.
+        public_lr: Peak learning rate of a public base's LoRA.
+        batch: Seats in one optimizer step.
+        seed: Seeds data and weights; apart from the run's seed, so that runs share a cached base.
+    """
+
+    dialogues: int = 2000
+    lr: float = 3e-3
+    public_dialogues: int = 60
+    public_lr: float = 1e-3
+    batch: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        raise_problems(
+            [
+                at_least("dialogues", self.dialogues, 1),
+                positive("lr", self.lr),
+                at_least("public_dialogues", self.public_dialogues, 1),
+                positive("public_lr", self.public_lr),
+                at_least("batch", self.batch, 1),
+                in_range("seed", self.seed, 0, 2**31),
+            ]
+        )
+
+
+def cache_dir() -> Path:
+    """Where prepared bases are kept: BUPO_CACHE_DIR, else the user's cache folder."""
+    if root := os.environ.get("BUPO_CACHE_DIR"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bupo"
+
+
+def _key(*parts: Any) -> str:
+    text = json.dumps([FORMAT, *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def scripted_dialogues(count: int, scenarios: ScenarioConfig, seed: int) -> list[Dialogue]:
+    """Dialogues between training players: what SFT imitates."""
+    names, weights = list(SPEAKERS), list(SPEAKERS.values())
+    dialogues = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, index])
+        scenario = procurement(scenarios, SFT_SEEDS + seed * 100_000 + index)
+        pair = (str(rng.choice(names, p=weights)), str(rng.choice(names, p=weights)))
+        talkers = (seat_player(pair[0], scenario, 0, rng), seat_player(pair[1], scenario, 1, rng))
+        dialogues.append(play(scenario, pair, talkers))
+    return dialogues
+
+
+def seat_example(
+    chat: ChatFormat, dialogue: Dialogue, seat: int, *, learn_prompts: bool
+) -> dict[str, list[int]] | None:
+    """One seat's view of a dialogue as ids and labels, tokenised piece by piece exactly as in a rollout.
+
+    Args:
+        chat: The chat format.
+        dialogue: A finished dialogue.
+        seat: Whose view.
+        learn_prompts: Whether user messages are learnt too. A base trained from scratch learns from the notes what
+            offers are worth; a public base learns its own messages only.
+
+    Returns:
+        `input_ids` and `labels` (-100 where nothing is learnt), None if the seat never spoke.
+    """
+    exchanges = dialogue.exchanges[seat]
+    if not exchanges:
+        return None
+    system = dialogue.system(seat)
+    ids = chat.open(system, exchanges[0].prompt)
+    # Scenario numbers are drawn at random: there is nothing to learn in predicting the system prompt.
+    unlearnt = len(chat.open(system, "")) if learn_prompts else len(ids)
+    labels = [-100] * min(unlearnt, len(ids)) + ids[unlearnt:]
+    for index, exchange in enumerate(exchanges):
+        if index:
+            more = chat.extend(exchange.prompt, ids[-1])
+            ids += more
+            labels += more if learn_prompts else [-100] * len(more)
+        reply = chat.reply(exchange.reply)
+        ids += reply
+        labels += reply if exchange.valid else [-100] * len(reply)
+    return {"input_ids": ids, "labels": labels}
+
+
+def examples(chat: ChatFormat, dialogues: Sequence[Dialogue], *, learn_prompts: bool) -> list[dict[str, list[int]]]:
+    """Both seats of all dialogues."""
+    found = (seat_example(chat, d, seat, learn_prompts=learn_prompts) for d in dialogues for seat in (0, 1))
+    return [example for example in found if example is not None]
+
+
+def train_sft(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Sequence[dict[str, list[int]]],
+    *,
+    lr: float,
+    batch: int,
+    seed: int,
+    tracker: Tracker,
+) -> float:
+    """One epoch of TRL's SFTTrainer over tokenised examples, with progress.
+
+    Args:
+        model: The model to train in place (a PeftModel trains its active adapter).
+        tokenizer: For padding.
+        data: Examples with `input_ids` and `labels`.
+        lr: Peak learning rate; linear warm-up over 2% and decay to zero.
+        batch: Examples a step.
+        seed: Order of the data.
+        tracker: Shows progress.
+
+    Returns:
+        Mean loss over the last tenth of the steps, nats per token.
+    """
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    losses: list[float] = []
+    steps = -(-len(data) // batch)
+    with tempfile.TemporaryDirectory() as scratch, tracker.progress("sft", steps, "steps") as bar:
+
+        class Progress(TrainerCallback):
+            """Feeds the progress bar."""
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                if logs and "loss" in logs:
+                    losses.append(float(logs["loss"]))
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                bar.update(advance=1, note=f"loss {losses[-1]:.3f}" if losses else None)
+
+        settings = SFTConfig(
+            output_dir=scratch,
+            per_device_train_batch_size=batch,
+            num_train_epochs=1,
+            learning_rate=lr,
+            lr_scheduler_type="linear",
+            warmup_steps=max(steps // 50, 1),
+            adam_beta2=0.98,
+            weight_decay=0.01,
+            max_grad_norm=1.0,
+            train_sampling_strategy="group_by_length",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            remove_unused_columns=False,
+            max_length=None,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=not torch.cuda.is_available(),
+            logging_steps=10,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            seed=seed,
+        )
+        trainer = SFTTrainer(
+            model=model,
+            args=settings,
+            train_dataset=Dataset.from_list(list(data)),
+            processing_class=tokenizer,
+            callbacks=[Progress()],
+        )
+        trainer.remove_callback(_console_callback())
+        trainer.train()
+    tail = losses[-max(len(losses) // 10, 1) :]
+    return sum(tail) / len(tail) if tail else float("nan")
+
+
+def _console_callback() -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback
+
+
+def _store(folder: Path, write: Any) -> None:
+    """Fills a cache folder whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        write(scratch)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _numbers(dialogues: Sequence[Dialogue]) -> list[int]:
+    values = {value for d in dialogues for issue in d.scenario.issues for value in issue.values}
+    return sorted(values | set(range(101)))
+
+
+def prepare_nano(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioConfig, tracker: Tracker) -> Path:
+    """The folder of a trained nano base; trains it if it is not cached."""
+    folder = cache_dir() / f"nano-{_key(to_dict(config), to_dict(nano), to_dict(scenarios))}"
+    if (folder / "config.json").is_file():
+        tracker.say(f"nano base from the cache: {folder}")
+        return folder
+    started = time.monotonic()
+    tracker.say("training the nano base (once; later runs take it from the cache)")
+    dialogues = scripted_dialogues(config.dialogues, scenarios, config.seed)
+    texts = [
+        text
+        for dialogue in dialogues[:1500]
+        for seat in (0, 1)
+        for text in [dialogue.system(seat), *(t for e in dialogue.exchanges[seat] for t in (e.prompt, e.reply))]
+    ]
+    torch.manual_seed(config.seed)
+    tokenizer = train_tokenizer(texts, nano.vocab, _numbers(dialogues))
+    model = build_nano(nano, tokenizer)
+    data = examples(ChatFormat(tokenizer), dialogues, learn_prompts=True)
+    loss = train_sft(model, tokenizer, data, lr=config.lr, batch=config.batch, seed=config.seed, tracker=tracker)
+
+    def write(scratch: Path) -> None:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+
+    _store(folder, write)
+    tracker.say(f"nano base ready: loss {loss:.3f} nats/token, {time.monotonic() - started:.0f} s")
+    return folder
+
+
+def prepare_adapter(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: WarmstartConfig,
+    pool: PoolConfig,
+    scenarios: ScenarioConfig,
+    tracker: Tracker,
+) -> Path:
+    """The folder of a public base's `sft` LoRA; trains it if it is not cached."""
+    shape = [pool.rank, pool.alpha, pool.targets, pool.branches(model.config.num_hidden_layers)]
+    folder = cache_dir() / f"sft-{_key(name, model.config.to_dict(), to_dict(config), shape, to_dict(scenarios))}"
+    if (folder / "adapter_config.json").is_file():
+        tracker.say(f"sft adapter from the cache: {folder}")
+        return folder
+    started = time.monotonic()
+    dialogues = scripted_dialogues(config.public_dialogues, scenarios, config.seed)
+    torch.manual_seed(config.seed)
+    data = examples(ChatFormat(tokenizer), dialogues, learn_prompts=False)
+    peft_model = get_peft_model(model, lora_config(pool, model.config.num_hidden_layers), adapter_name=REFERENCE)
+    loss = train_sft(
+        peft_model, tokenizer, data, lr=config.public_lr, batch=config.batch, seed=config.seed, tracker=tracker
+    )
+
+    def write(scratch: Path) -> None:
+        peft_model.save_pretrained(str(scratch), selected_adapters=[REFERENCE])
+        for file in (scratch / REFERENCE).iterdir():
+            file.rename(scratch / file.name)
+
+    _store(folder, write)
+    peft_model.unload()
+    tracker.say(f"sft adapter ready: loss {loss:.3f} nats/token, {time.monotonic() - started:.0f} s")
+    return folder
+
+
+def prepare_base(
+    name: str,
+    *,
+    config: WarmstartConfig,
+    nano: NanoConfig,
+    pool: PoolConfig,
+    scenarios: ScenarioConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    tracker: Tracker,
+) -> Base:
+    """Loads a base and makes sure that it has had its SFT.
+
+    Args:
+        name: `nano`, `smollm2`, a hub id or a folder.
+        config: SFT settings.
+        nano: Size of a nano base.
+        pool: Shape of the adapters.
+        scenarios: What the SFT dialogues are about.
+        dtype: Compute type.
+        trust_remote_code: Whether code shipped with a hub model may run.
+        tracker: Shows progress.
+
+    Returns:
+        The frozen base.
+    """
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if name == NANO:
+        folder = prepare_nano(config, nano, scenarios, tracker)
+        model, tokenizer = load_pretrained(str(folder), dtype)
+        return Base(name=name, model=model, tokenizer=tokenizer, chat=ChatFormat(tokenizer))
+    model, tokenizer = load_pretrained(name, dtype, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    adapter = prepare_adapter(name, model, tokenizer, config, pool, scenarios, tracker)
+    return Base(name=name, model=model, tokenizer=tokenizer, chat=ChatFormat(tokenizer), sft_adapter=adapter)

@@ -1,0 +1,209 @@
+"""What a finished dialogue is worth to a seat (definitions and the abuse each part invites: docs/reward.md).
+
+total = .5 economic + .3 relationship + .1 efficiency + .1 creativity for a rational deal; less without one, less still
+for a deal below the reservation, least for a refused message that ended the talk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from bupo.config import at_least, in_range, raise_problems
+from bupo.negotiation.scenario import Profile, Scenario
+from bupo.records import Episode, Turn
+
+PARTS = ("economic", "relationship", "efficiency", "creativity")
+
+_COURTEOUS = re.compile(
+    r"\b(thanks?|thank you|please|apprecia\w+|glad\w*|happy|understand|together|fair|welcome|sorry|pleased?|respect"
+    r"|look forward|wonderful|excellent|hope)\b",
+    re.IGNORECASE,
+)
+_HOSTILE = re.compile(
+    r"\b(or we leave|take it or leave it|like it or not|waste|joke|ridiculous|nonsense|competitors?|ultimatum|or else"
+    r"|enough|no choice|nothing less|losing patience|not serious|push us|stupid|insult\w*|threat\w*|done with you)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Weights of the parts and the order of bad endings.
+
+    Attributes:
+        economic: Weight of the own surplus.
+        relationship: Weight of how the talk was conducted.
+        efficiency: Weight of the rounds saved.
+        creativity: Weight of new packages that trade across issues.
+        no_deal: Share of the relationship part that remains without a deal.
+        irrational: Total of a deal at the reservation's edge from below; it falls further with the loss.
+        invalid: Total for the seat whose refused messages ended the talk.
+        refused: Taken off the total for each refused message, also when the retry was fine.
+    """
+
+    economic: float = 0.5
+    relationship: float = 0.3
+    efficiency: float = 0.1
+    creativity: float = 0.1
+    no_deal: float = 0.5
+    irrational: float = -0.1
+    invalid: float = -0.6
+    refused: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Checks the weights and the order."""
+        raise_problems(
+            [
+                *(at_least(part, getattr(self, part), 0) for part in PARTS),
+                in_range("no_deal", self.no_deal, 0, 1),
+                in_range("irrational", self.irrational, -1, 0, include_high=False),
+                in_range("invalid", self.invalid, -2, self.irrational - 0.4),
+                at_least("refused", self.refused, 0),
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A seat's reward.
+
+    Attributes:
+        economic: Own surplus share of the deal, in [0, 1].
+        relationship: Conduct, in [0, 1].
+        efficiency: Share of rounds saved by a deal, in [0, 1].
+        creativity: Share of own counter-offers that were new trades, if a deal came of it, in [0, 1].
+        total: What PPO maximises.
+    """
+
+    economic: float
+    relationship: float
+    efficiency: float
+    creativity: float
+    total: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers for records."""
+        return asdict(self)
+
+
+def tone(text: str) -> float:
+    """1 for a courteous message, 0 for a hostile one, .5 else. More courteous words change nothing."""
+    if _HOSTILE.search(text):
+        return 0.0
+    return 1.0 if _COURTEOUS.search(text) else 0.5
+
+
+def _offers(turns: Sequence[Turn], seat: int) -> list[tuple[int, tuple[int, ...]]]:
+    return [
+        (index, turn.action.outcome)
+        for index, turn in enumerate(turns)
+        if turn.seat == seat and turn.action.outcome is not None
+    ]
+
+
+def reciprocity(turns: Sequence[Turn], seat: int, profile: Profile) -> float:
+    """Share of the other side's concessions (in the seat's own utility) that it answered by accepting or moving.
+
+    A move is a new package that asks for less; standing still or asking for more is not. 1 where there was nothing to
+    answer.
+    """
+    received = _offers(turns, 1 - seat)
+    answered = asked = 0
+    for (_, before), (index, after) in pairwise(received):
+        if profile.score(after) <= profile.score(before):
+            continue
+        own_before = [outcome for i, outcome in _offers(turns, seat) if i < index]
+        reply = next((turn for turn in turns[index + 1 :] if turn.seat == seat), None)
+        if not own_before or reply is None:
+            continue
+        asked += 1
+        if reply.action.kind == "accept":
+            answered += 1
+        elif reply.action.outcome is not None:
+            answered += profile.score(reply.action.outcome) < profile.score(own_before[-1])
+    return answered / asked if asked else 1.0
+
+
+def constructive(turns: Sequence[Turn], seat: int) -> float:
+    """1 less the share of own counter-offers that merely repeat the previous one (stalling)."""
+    offers = [outcome for _, outcome in _offers(turns, seat)]
+    pairs = list(pairwise(offers))
+    return 1 - sum(a == b for a, b in pairs) / len(pairs) if pairs else 1.0
+
+
+def fairness(other_surplus: float) -> float:
+    """1 if the deal leaves the other side no worse than no deal; falls to 0 when it loses its whole surplus range.
+
+    The other side's surplus counts only up to this minimum, so nothing is gained by giving away more.
+    """
+    return min(1.0, max(0.0, 1.0 + other_surplus))
+
+
+def conduct(scenario: Scenario, episode: Episode, seat: int) -> float:
+    """How a seat led the talk: .4 tone + .3 reciprocity + .2 no stalling + .1 fairness, in [0, 1]."""
+    own = [turn for turn in episode.turns if turn.seat == seat]
+    mean_tone = sum(tone(turn.text) for turn in own) / len(own) if own else 0.5
+    fair = fairness(episode.surplus[1 - seat]) if episode.deal is not None else 1.0
+    answered = reciprocity(episode.turns, seat, scenario.profiles[seat])
+    return 0.4 * mean_tone + 0.3 * answered + 0.2 * constructive(episode.turns, seat) + 0.1 * fair
+
+
+def creativity(scenario: Scenario, episode: Episode, seat: int) -> float:
+    """Share of own counter-offers that are new to the table and trade: give on one issue, take on another.
+
+    1 for a deal reached without own counter-offers (nothing was left to invent), 0 without a deal.
+    """
+    if episode.deal is None:
+        return 0.0
+    points, seen, last = scenario.profiles[seat].points, set(), None
+    trades = counters = 0
+    for turn in episode.turns:
+        outcome = turn.action.outcome
+        if outcome is None:
+            continue
+        if turn.seat == seat:
+            if last is not None:
+                counters += 1
+                moves = [table[new] - table[old] for table, new, old in zip(points, outcome, last, strict=True)]
+                trades += outcome not in seen and min(moves) < 0 < max(moves)
+            last = outcome
+        seen.add(outcome)
+    return trades / counters if counters else 1.0
+
+
+def reward(config: RewardConfig, scenario: Scenario, episode: Episode, seat: int) -> Reward:
+    """The reward of one seat.
+
+    Args:
+        config: Weights.
+        scenario: The problem, with both private profiles: the environment knows them, the players do not.
+        episode: The finished dialogue.
+        seat: Whose reward.
+
+    Returns:
+        The four parts, each in [0, 1], and the total.
+    """
+    deal = episode.deal is not None
+    surplus = episode.surplus[seat]
+    rational = deal and surplus >= 0
+    economic = min(max(surplus, 0.0), 1.0) if deal else 0.0
+    relationship = conduct(scenario, episode, seat) * (1.0 if deal else config.no_deal)
+    efficiency = 1 - episode.rounds / scenario.rounds if rational else 0.0
+    new = creativity(scenario, episode, seat) if rational else 0.0
+    if episode.status == "invalid" and episode.blame == seat:
+        relationship, total = 0.0, config.invalid
+    elif deal and not rational:
+        total = config.irrational + 0.4 * max(surplus, -1.0)
+    else:
+        total = (
+            config.economic * economic
+            + config.relationship * relationship
+            + config.efficiency * efficiency
+            + config.creativity * new
+        )
+    refused = sum(turn.seat == seat and turn.action.kind == "invalid" for turn in episode.turns)
+    total -= config.refused * refused
+    return Reward(economic=economic, relationship=relationship, efficiency=efficiency, creativity=new, total=total)

@@ -1,0 +1,1 @@
+"""Decoding in lockstep and playing many dialogues at once."""

@@ -1,0 +1,141 @@
+"""Many dialogues at once: all seats that wait for the same pool act together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bupo.coordinators.base import GameCoordinator
+from bupo.negotiation.dialogue import Dialogue, Talker
+from bupo.negotiation.opponents import seat_player
+from bupo.negotiation.scenario import Scenario
+from bupo.policies.chat import ChatFormat
+from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.records import Episode
+from bupo.rollout.engine import Decoding, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seating:
+    """Who plays what.
+
+    Attributes:
+        scenario: The problem.
+        players: Name in each seat: a key of the pools that are passed along, or a scripted player.
+        seed: Seeds scripted players.
+        learner: Which seats the learner plays; their tokens are trained on.
+    """
+
+    scenario: Scenario
+    players: tuple[str, str]
+    seed: int
+    learner: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What dialogues are played with.
+
+    Attributes:
+        lockstep: The forward.
+        chat: Renders turns as ids.
+        decoding: How messages are sampled.
+        retries: Refused messages in a row that a seat may repeat.
+    """
+
+    lockstep: Lockstep
+    chat: ChatFormat
+    decoding: Decoding
+    retries: int
+
+
+class _Seat:
+    """One model-played seat: a row of its pool's session."""
+
+    def __init__(self, pool: str, row: int) -> None:
+        self.pool = pool
+        self.row = row
+        self.started = False
+
+
+def play_dialogues(
+    table: Table,
+    seatings: Sequence[Seating],
+    pools: Mapping[str, tuple[Stacks, GameCoordinator]],
+    generator: torch.Generator,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Episode]:
+    """Plays dialogues to their end, all rows that wait for a pool in one batch.
+
+    Args:
+        table: What to play with.
+        seatings: Who plays what; names that are not in `pools` are scripted players.
+        pools: Name -> the weights that speak and the coordinator that mixes them.
+        generator: Randomness of sampling.
+        on_done: Told the number of dialogues finished so far, after each tick.
+
+    Returns:
+        One episode a seating, in order.
+    """
+    dialogues = [Dialogue(s.scenario, s.players, table.retries) for s in seatings]
+    seats: list[list[_Seat | None]] = []
+    scripts: list[list[Talker | None]] = []
+    count = dict.fromkeys(pools, 0)
+    for seating in seatings:
+        rng = np.random.default_rng([seating.seed, 0x5C])
+        seats.append([None, None])
+        scripts.append([None, None])
+        for seat, name in enumerate(seating.players):
+            if name in pools:
+                seats[-1][seat] = _Seat(name, count[name])
+                count[name] += 1
+            else:
+                scripts[-1][seat] = seat_player(name, seating.scenario, seat, rng)
+    sessions = {
+        name: Session(table.lockstep, coordinator, stacks, count[name], table.decoding, generator)
+        for name, (stacks, coordinator) in pools.items()
+        if count[name]
+    }
+    while True:
+        waiting: dict[str, list[int]] = {name: [] for name in sessions}
+        for index, dialogue in enumerate(dialogues):
+            while not dialogue.done and (script := scripts[index][dialogue.seat]) is not None:
+                dialogue.take(script.speak(dialogue.mechanism.view()))
+            if not dialogue.done and (seat := seats[index][dialogue.seat]) is not None:
+                waiting[seat.pool].append(index)
+        if on_done is not None:
+            on_done(sum(dialogue.done for dialogue in dialogues))
+        if not any(waiting.values()):
+            return [dialogue.episode() for dialogue in dialogues]
+        for pool, indices in waiting.items():
+            if indices:
+                _act(table, sessions[pool], indices, dialogues, seats)
+
+
+def _act(
+    table: Table,
+    session: Session,
+    indices: Sequence[int],
+    dialogues: Sequence[Dialogue],
+    seats: Sequence[Sequence[_Seat | None]],
+) -> None:
+    """One message of each waiting dialogue from the session of its pool."""
+    rows, context = [], []
+    for index in indices:
+        dialogue = dialogues[index]
+        seat = seats[index][dialogue.seat]
+        assert seat is not None
+        prompt = dialogue.prompt()
+        if seat.started:
+            last = session.last_id(seat.row)
+            assert last is not None
+            context.append(table.chat.extend(prompt, last))
+        else:
+            context.append(table.chat.open(dialogue.system(dialogue.seat), prompt))
+            seat.started = True
+        rows.append(seat.row)
+    for index, span in zip(indices, session.speak(rows, context), strict=True):
+        dialogues[index].take(table.chat.text(span.action_ids), span)

@@ -1,0 +1,167 @@
+"""Decoding through the mixture: sessions of many dialogues that grow turn by turn on one cache.
+
+Shape legend: K sub-policies, A acting rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bupo.coordinators.base import GameCoordinator
+from bupo.policies.lockstep import DialogueCache, Lockstep, Stacks
+from bupo.records import Proposal, TokenSpan
+
+FIRST_SLOTS = 256
+COMPACT_BELOW = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How messages are sampled.
+
+    Attributes:
+        temperature: Divides the logits of each proposal before they are combined.
+        max_tokens: Longest message in tokens; longer ones are cut.
+        stop_ids: Token ids that end a message.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+
+
+class Session:
+    """The dialogues of one pool: each keeps its own cache rows and continues them at every turn."""
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        coordinator: GameCoordinator,
+        stacks: Stacks,
+        rows: int,
+        decoding: Decoding,
+        generator: torch.Generator,
+    ) -> None:
+        """Opens a session.
+
+        Args:
+            lockstep: The forward.
+            coordinator: Combines the proposals of the stack's policies.
+            stacks: The pool that speaks (without the reference).
+            rows: Number of dialogues.
+            decoding: How to sample.
+            generator: Randomness of sampling.
+        """
+        self.lockstep = lockstep
+        self.coordinator = coordinator
+        self.stacks = stacks
+        self.rows = rows
+        self.decoding = decoding
+        self.generator = generator
+        self.slots = FIRST_SLOTS
+        self.cache = lockstep.new_cache(rows, len(stacks), self.slots)
+        self.length = [0] * rows
+        self.pending: list[list[int]] = [[] for _ in range(rows)]
+
+    def last_id(self, row: int) -> int | None:
+        """The last sampled token of a row, None before its first message."""
+        return self.pending[row][-1] if self.pending[row] else None
+
+    @torch.no_grad()
+    def speak(self, rows: Sequence[int], context: Sequence[Sequence[int]]) -> list[TokenSpan]:
+        """Feeds new context to some rows and samples a message for each.
+
+        Args:
+            rows: The rows that act.
+            context: New ids of each row since its last message.
+
+        Returns:
+            One span a row.
+        """
+        device = self.lockstep.device
+        chunks = [[*self.pending[row], *ids] for row, ids in zip(rows, context, strict=True)]
+        lengths = [self.length[row] for row in rows]
+        width = max(map(len, chunks))
+        # A padded chunk writes up to `width` past every row's length, whatever that row's own chunk.
+        self._reserve(max(lengths) + width + self.decoding.max_tokens)
+        index = torch.tensor(rows, device=device)
+        whole = len(rows) == self.rows
+        filled = max(lengths)
+        cache = self.cache if whole else self.cache.take(index, self.rows, filled, self.slots)
+
+        ids_AT = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, chunk in enumerate(chunks):
+            ids_AT[i, : len(chunk)] = torch.tensor(chunk)
+        start_A = torch.tensor(lengths)
+        positions_AT = start_A[:, None] + torch.arange(width)
+        last_A = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
+        h_KAD = self._forward(ids_AT.to(device), positions_AT.to(device), cache, filled + width, last_A)
+        position_A = start_A + last_A.cpu() + 1
+
+        sampled: list[list[int]] = [[] for _ in rows]
+        logps: list[list[float]] = [[] for _ in rows]
+        active = list(range(len(rows)))  # which of `rows` each row of `cache` belongs to
+        done = [False] * len(rows)
+        for step in range(self.decoding.max_tokens):
+            logp_KAV = self.lockstep.logp(h_KAD, self.decoding.temperature)
+            mixture = self.coordinator.combine(Proposal(logp_KNV=logp_KAV))
+            ids_A1 = torch.multinomial(mixture.logp_NV.exp(), 1, generator=self.generator)
+            taken_A = mixture.logp_NV.gather(1, ids_A1)[:, 0].tolist()
+            chosen = ids_A1[:, 0].tolist()
+            for slot, i in enumerate(active):
+                if not done[i]:
+                    sampled[i].append(chosen[slot])
+                    logps[i].append(taken_A[slot])
+                    done[i] = chosen[slot] in self.decoding.stop_ids
+            waiting = [slot for slot, i in enumerate(active) if not done[i]]
+            if not waiting or step + 1 == self.decoding.max_tokens:
+                break
+            if len(waiting) < COMPACT_BELOW * len(active):
+                used = int(position_A.max())
+                self._store(index, [rows[i] for i in active], cache, used)
+                active = [active[slot] for slot in waiting]
+                index = torch.tensor([rows[i] for i in active], device=device)
+                cache = self.cache.take(index, self.rows, used, self.slots)
+                position_A, ids_A1 = position_A[waiting], ids_A1[waiting]
+            used = int(position_A.max()) + 1
+            ones = torch.zeros(len(active), dtype=torch.long, device=device)
+            h_KAD = self._forward(ids_A1, position_A[:, None].to(device), cache, used, ones)
+            # A finished row keeps writing to the slot after its last token, which its next turn overwrites.
+            position_A = position_A + torch.tensor([not done[i] for i in active], dtype=torch.long)
+        self._store(index, [rows[i] for i in active], cache, min(int(position_A.max()) + 1, self.slots))
+
+        spans = []
+        for i, row in enumerate(rows):
+            self.length[row] += len(chunks[i]) + len(sampled[i]) - 1
+            self.pending[row] = [sampled[i][-1]]
+            spans.append(
+                TokenSpan(context_ids=tuple(context[i]), action_ids=tuple(sampled[i]), logp_mu=tuple(logps[i]))
+            )
+        return spans
+
+    def _forward(
+        self,
+        ids_AT: torch.Tensor,
+        positions_AT: torch.Tensor,
+        cache: DialogueCache,
+        used: int,
+        last_A: torch.Tensor,
+    ) -> torch.Tensor:
+        """Final hidden state of each row's last real token for every policy, [K, A, D]."""
+        h_ATD = self.lockstep.trunk(ids_AT, positions_AT, cache, used)
+        h_KATD = self.lockstep.branches(h_ATD, positions_AT, self.stacks, cache, used)
+        return h_KATD[:, torch.arange(len(last_A), device=last_A.device), last_A]
+
+    def _store(self, index: torch.Tensor, rows: list[int], cache: DialogueCache, used: int) -> None:
+        if cache is not self.cache:
+            self.cache.put(index, self.rows, cache, used)
+
+    def _reserve(self, slots: int) -> None:
+        if slots > self.slots:
+            used = self.slots
+            self.slots = max(slots, 2 * self.slots)
+            every = torch.arange(self.rows, device=self.lockstep.device)
+            self.cache = self.cache.take(every, self.rows, used, self.slots)

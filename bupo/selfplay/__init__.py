@@ -1,0 +1,1 @@
+"""The league of past selves and who meets whom."""
