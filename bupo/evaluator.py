@@ -5,6 +5,7 @@ Shape legend: K sub-policies, N action tokens, B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from bupo.config import at_least, raise_problems
 from bupo.coordinators.base import GameCoordinator
 from bupo.intervals import clustered_bootstrap
 from bupo.learn.objectives import difference_credit, entropy, jensen_shannon, kl, pairwise_kl
-from bupo.learn.ppo import micro_batches, score
+from bupo.learn.ppo import micro_batches, score, trunk_of
 from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.records import Credit, Proposal, Scorecard, TokenBatch
 
@@ -80,7 +81,8 @@ class DynamicEvaluator:
             sums[key] = sums[key] + value if key in sums else value
 
         for piece, micro in enumerate(micro_batches(batch, rows, self.micro_tokens)):
-            present = score(lockstep, micro, now, self.temperature)
+            h_BTD = trunk_of(lockstep, micro)
+            present = score(lockstep, micro, now, self.temperature, h_BTD)
             count = present.logp_KNV.shape[1]
             tokens += count
             mixture = coordinator.combine(Proposal(logp_KNV=present.logp_KNV))
@@ -91,7 +93,7 @@ class DynamicEvaluator:
             weighted_KN = mixture.weights_NK.T * entropy(present.logp_KNV)
             add("weighted_entropy", weighted_KN.sum())
 
-            past = score(lockstep, micro, acted, self.temperature)
+            past = score(lockstep, micro, acted, self.temperature, h_BTD)
             add("null", kl(present.logp_KNV, past.logp_KNV).sum(-1))
             proposal = Proposal(logp_KNV=past.logp_KNV)
             played = coordinator.combine(proposal)
@@ -114,7 +116,8 @@ class DynamicEvaluator:
             credit_NK, owner_N = torch.cat(credits).cpu().numpy(), torch.cat(owners).cpu().numpy()
             for k, name in enumerate(names):
                 interval = clustered_bootstrap(credit_NK[:, k], owner_N, draws=500)
-                relative[name] = Credit(mean=interval.mean, low=interval.low, high=interval.high)
+                if not math.isnan(interval.mean):  # undefined where the weight is 1
+                    relative[name] = Credit(mean=interval.mean, low=interval.low, high=interval.high)
         return Scorecard(
             names=names,
             pairwise_kl=tuple(tuple(row) for row in (sums["pairwise"] / tokens).tolist()),

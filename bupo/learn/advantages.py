@@ -26,7 +26,7 @@ def group_advantages(reward_B: np.ndarray, group_B: np.ndarray, *, scale_by_std:
     groups, index, count = np.unique(group_B, return_inverse=True, return_counts=True)
     if count.min() < 2:
         alone = groups[count.argmin()]
-        raise ValueError(f"group {alone!r} has one row; group advantages need interact.group_size >= 2")
+        raise ValueError(f"group {str(alone)!r} has one row; group advantages need interact.group_size >= 2")
     mean = np.bincount(index, weights=reward_B) / count
     advantage = reward_B - mean[index]
     return _scaled(advantage, scale_by_std)

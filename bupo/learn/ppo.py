@@ -86,12 +86,17 @@ class PolicyOptimizer:
         self.adam = torch.optim.Adam(groups, lr=config.lr, betas=(0.9, 0.95))
 
     def sync(self) -> None:
-        """Follows the pool: drops removed policies with their state, adds new ones with fresh state."""
-        kept = [group for group in self.adam.param_groups if group["name"] in self.pool.names]
+        """Follows the pool: drops removed or reloaded policies with their state, adds new ones with fresh state."""
+        kept = []
         for group in self.adam.param_groups:
-            if group["name"] not in self.pool.names:
-                for parameter in group["params"]:
-                    self.adam.state.pop(parameter, None)
+            name = group["name"]
+            # By identity: a pool that was loaded holds other tensors under the same names.
+            present = self.pool.parameters(name) if name in self.pool.names else []
+            if [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in present]:
+                kept.append(group)
+                continue
+            for parameter in group["params"]:
+                self.adam.state.pop(parameter, None)
         self.adam.param_groups[:] = kept
         have = {group["name"] for group in kept}
         for name in self.pool.names:
@@ -116,6 +121,9 @@ class PolicyOptimizer:
                 raise FloatingPointError(
                     f"the gradient of {group['name']} is not finite; lower ppo.lr or check the reward"
                 )
+            if norm == 0:  # no part in this step: momentum must not move it
+                for parameter in group["params"]:
+                    parameter.grad = None
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         return norms
@@ -152,7 +160,19 @@ class Scored:
     row_N: torch.Tensor
 
 
-def score(lockstep: Lockstep, batch: TokenBatch, stacks: Stacks, temperature: float) -> Scored:
+def trunk_of(lockstep: Lockstep, batch: TokenBatch) -> torch.Tensor:
+    """The shared lower layers' output for whole rows, h_BTD: what every `score` of the same rows starts from."""
+    ids_BT = batch.ids_BT.to(lockstep.device)
+    return lockstep.trunk(ids_BT, torch.arange(ids_BT.shape[1], device=lockstep.device).expand_as(ids_BT))
+
+
+def score(
+    lockstep: Lockstep,
+    batch: TokenBatch,
+    stacks: Stacks,
+    temperature: float,
+    h_BTD: torch.Tensor | None = None,
+) -> Scored:
     """Teacher-forced proposals at the action tokens: the same forward as the rollout's.
 
     Args:
@@ -160,6 +180,7 @@ def score(lockstep: Lockstep, batch: TokenBatch, stacks: Stacks, temperature: fl
         batch: Rows to score.
         stacks: The policies.
         temperature: As in the rollout.
+        h_BTD: The rows' trunk output, if it is known already.
 
     Returns:
         Proposals at each action token, in row-major order.
@@ -167,7 +188,7 @@ def score(lockstep: Lockstep, batch: TokenBatch, stacks: Stacks, temperature: fl
     device = lockstep.device
     ids_BT = batch.ids_BT.to(device)
     positions_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
-    h_KBTD = lockstep.branches(lockstep.trunk(ids_BT, positions_BT), positions_BT, stacks)
+    h_KBTD = lockstep.branches(trunk_of(lockstep, batch) if h_BTD is None else h_BTD, positions_BT, stacks)
     row_N, column_N = batch.action_BT.to(device).nonzero(as_tuple=True)
     # The distribution of a token stands at the position before it.
     logp_KNV = lockstep.logp(h_KBTD[:, row_N, column_N - 1], temperature)
@@ -256,11 +277,12 @@ def _loss(
     lockstep: Lockstep, coordinator: GameCoordinator, micro: TokenBatch, old: Stacks, config: PPOConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Summed loss of a micro batch, and summed diagnostics."""
+    h_BTD = trunk_of(lockstep, micro)
     with torch.no_grad():
-        before = score(lockstep, micro, old, config.temperature)
+        before = score(lockstep, micro, old, config.temperature, h_BTD)
         old_KNV, reference_NV = before.logp_KNV[:-1], before.logp_KNV[-1]
         old_N = _gather(coordinator.combine(Proposal(logp_KNV=old_KNV)).logp_NV, before.ids_N)
-    now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature)
+    now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature, h_BTD)
     mixture = coordinator.combine(Proposal(logp_KNV=now.logp_KNV))
     logp_N = _gather(mixture.logp_NV, now.ids_N)
     advantage_N = micro.advantage_B.to(logp_N)[now.row_N]

@@ -18,28 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bupo.config import at_least, in_range, positive, raise_problems, to_dict
-from bupo.negotiation.dialogue import Dialogue, play
-from bupo.negotiation.opponents import seat_player
-from bupo.negotiation.scenario import ScenarioConfig, procurement
+from bupo.learn.demonstrations import all_numbers, all_texts, examples, scripted_dialogues
+from bupo.negotiation.scenario import ScenarioConfig
 from bupo.policies.bases import NANO, Base, load_pretrained
 from bupo.policies.chat import ChatFormat
 from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-SFT_SEEDS = 500_000
-"""First scenario seed of SFT data: held-out scenarios come before it, training scenarios from 1,000,000 on."""
-
 FORMAT = 1
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
-
-SPEAKERS = {"firm": 0.35, "eager": 0.35, "random": 0.15, "micro": 0.1, "tough": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +45,17 @@ class WarmstartConfig:
         public_dialogues: Scripted dialogues for a public base.
         public_lr: Peak learning rate of a public base's LoRA.
         batch: Seats in one optimizer step.
+        reworded: Share of the other side's messages whose words are random in a nano base's data, so that it reads
+            offers whatever the wording.
         seed: Seeds data and weights; apart from the run's seed, so that runs share a cached base.
     """
 
-    dialogues: int = 2000
-    lr: float = 3e-3
+    dialogues: int = 3500
+    lr: float = 4e-3
     public_dialogues: int = 60
     public_lr: float = 1e-3
     batch: int = 4
+    reworded: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,6 +67,7 @@ class WarmstartConfig:
                 at_least("public_dialogues", self.public_dialogues, 1),
                 positive("public_lr", self.public_lr),
                 at_least("batch", self.batch, 1),
+                in_range("reworded", self.reworded, 0, 1),
                 in_range("seed", self.seed, 0, 2**31),
             ]
         )
@@ -86,59 +83,6 @@ def cache_dir() -> Path:
 def _key(*parts: Any) -> str:
     text = json.dumps([FORMAT, *parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def scripted_dialogues(count: int, scenarios: ScenarioConfig, seed: int) -> list[Dialogue]:
-    """Dialogues between training players: what SFT imitates."""
-    names, weights = list(SPEAKERS), list(SPEAKERS.values())
-    dialogues = []
-    for index in range(count):
-        rng = np.random.default_rng([seed, index])
-        scenario = procurement(scenarios, SFT_SEEDS + seed * 100_000 + index)
-        pair = (str(rng.choice(names, p=weights)), str(rng.choice(names, p=weights)))
-        talkers = (seat_player(pair[0], scenario, 0, rng), seat_player(pair[1], scenario, 1, rng))
-        dialogues.append(play(scenario, pair, talkers))
-    return dialogues
-
-
-def seat_example(
-    chat: ChatFormat, dialogue: Dialogue, seat: int, *, learn_prompts: bool
-) -> dict[str, list[int]] | None:
-    """One seat's view of a dialogue as ids and labels, tokenised piece by piece exactly as in a rollout.
-
-    Args:
-        chat: The chat format.
-        dialogue: A finished dialogue.
-        seat: Whose view.
-        learn_prompts: Whether user messages are learnt too. A base trained from scratch learns from the notes what
-            offers are worth; a public base learns its own messages only.
-
-    Returns:
-        `input_ids` and `labels` (-100 where nothing is learnt), None if the seat never spoke.
-    """
-    exchanges = dialogue.exchanges[seat]
-    if not exchanges:
-        return None
-    system = dialogue.system(seat)
-    ids = chat.open(system, exchanges[0].prompt)
-    # Scenario numbers are drawn at random: there is nothing to learn in predicting the system prompt.
-    unlearnt = len(chat.open(system, "")) if learn_prompts else len(ids)
-    labels = [-100] * min(unlearnt, len(ids)) + ids[unlearnt:]
-    for index, exchange in enumerate(exchanges):
-        if index:
-            more = chat.extend(exchange.prompt, ids[-1])
-            ids += more
-            labels += more if learn_prompts else [-100] * len(more)
-        reply = chat.reply(exchange.reply)
-        ids += reply
-        labels += reply if exchange.valid else [-100] * len(reply)
-    return {"input_ids": ids, "labels": labels}
-
-
-def examples(chat: ChatFormat, dialogues: Sequence[Dialogue], *, learn_prompts: bool) -> list[dict[str, list[int]]]:
-    """Both seats of all dialogues."""
-    found = (seat_example(chat, d, seat, learn_prompts=learn_prompts) for d in dialogues for seat in (0, 1))
-    return [example for example in found if example is not None]
 
 
 def train_sft(
@@ -198,7 +142,7 @@ def train_sft(
             dataset_kwargs={"skip_prepare_dataset": True},
             remove_unused_columns=False,
             max_length=None,
-            gradient_checkpointing=False,
+            activation_checkpointing=False,
             bf16=False,
             use_cpu=not torch.cuda.is_available(),
             logging_steps=10,
@@ -239,11 +183,6 @@ def _store(folder: Path, write: Any) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _numbers(dialogues: Sequence[Dialogue]) -> list[int]:
-    values = {value for d in dialogues for issue in d.scenario.issues for value in issue.values}
-    return sorted(values | set(range(101)))
-
-
 def prepare_nano(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioConfig, tracker: Tracker) -> Path:
     """The folder of a trained nano base; trains it if it is not cached."""
     folder = cache_dir() / f"nano-{_key(to_dict(config), to_dict(nano), to_dict(scenarios))}"
@@ -253,16 +192,11 @@ def prepare_nano(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioC
     started = time.monotonic()
     tracker.say("training the nano base (once; later runs take it from the cache)")
     dialogues = scripted_dialogues(config.dialogues, scenarios, config.seed)
-    texts = [
-        text
-        for dialogue in dialogues[:1500]
-        for seat in (0, 1)
-        for text in [dialogue.system(seat), *(t for e in dialogue.exchanges[seat] for t in (e.prompt, e.reply))]
-    ]
     torch.manual_seed(config.seed)
-    tokenizer = train_tokenizer(texts, nano.vocab, _numbers(dialogues))
+    texts = all_texts(dialogues[:1000], reworded=config.reworded, seed=config.seed)
+    tokenizer = train_tokenizer(texts, nano.vocab, all_numbers(dialogues))
     model = build_nano(nano, tokenizer)
-    data = examples(ChatFormat(tokenizer), dialogues, learn_prompts=True)
+    data = examples(ChatFormat(tokenizer), dialogues, notes=True, reworded=config.reworded, seed=config.seed)
     loss = train_sft(model, tokenizer, data, lr=config.lr, batch=config.batch, seed=config.seed, tracker=tracker)
 
     def write(scratch: Path) -> None:
@@ -292,7 +226,7 @@ def prepare_adapter(
     started = time.monotonic()
     dialogues = scripted_dialogues(config.public_dialogues, scenarios, config.seed)
     torch.manual_seed(config.seed)
-    data = examples(ChatFormat(tokenizer), dialogues, learn_prompts=False)
+    data = examples(ChatFormat(tokenizer), dialogues, notes=False, reworded=0.0, seed=config.seed)
     peft_model = get_peft_model(model, lora_config(pool, model.config.num_hidden_layers), adapter_name=REFERENCE)
     loss = train_sft(
         peft_model, tokenizer, data, lr=config.public_lr, batch=config.batch, seed=config.seed, tracker=tracker

@@ -79,6 +79,37 @@ TRAINING_PHRASES = PhraseBank(
     ),
 )
 
+_WORDS = (
+    "a able about after again all also always and any are as at back bad be because been before best better "
+    "between big board both bring business but buy by call can case change check city clear close come company "
+    "contract cost could customer day deal demand did different do down each early easy end even every factory "
+    "far few final find first for from full get give go good great growth had hard has have he help here high how "
+    "i idea if important in into is issue it its just keep key kind know large last late law less let like line "
+    "little long look low made main make many margin market may me mean meet might money month more most move "
+    "much must my near need never new next no not note now of off offer old on one only open or order other our "
+    "out over own part partner pay people percent place plan plant point possible price problem product proposal "
+    "quality question quick quite ready real reason report right risk said same say season see sell serious she "
+    "short should side simple small so some soon start still stock strong such supply sure table take talk team "
+    "tell term than that the their them then there these they thing think this time to today too trade truck try "
+    "two under until up us use value very view volume want was way we week well were what when where which while "
+    "who why will with without word work world would year yes you your"
+)
+_LEXICON = tuple(_WORDS.split())
+
+
+def chatter(rng: np.random.Generator) -> str:
+    """A random string of common words, with punctuation.
+
+    In SFT data it stands now and then for the other side's words, so that a small base learns to read the offer and
+    the note whatever the wording; nobody says it as an own message.
+    """
+    sentences = []
+    for _ in range(int(rng.integers(1, 3))):
+        words = rng.choice(_LEXICON, size=int(rng.integers(1, 7)))
+        sentences.append(" ".join(words).capitalize() + str(rng.choice([".", ".", ".", "!", "?", ":", ","])))
+    return " ".join(sentences)
+
+
 EVALUATION_PHRASES = PhraseBank(
     leads={
         "open": {

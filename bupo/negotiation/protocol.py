@@ -14,7 +14,8 @@ from bupo.negotiation.scenario import Issue
 from bupo.records import Action, Outcome, Status
 
 _ACTION = re.compile(r"\[\s*(offer|accept|walk)\b([^\[\]]*)\]", re.IGNORECASE)
-_PAIR = re.compile(r"([a-z_]+)\s*[=:]\s*([^\s,;]+(?:,\d{3})*)", re.IGNORECASE)
+# The look-behind lets a name start only where a run of letters starts: long words cost linear, not quadratic, time.
+_PAIR = re.compile(r"(?<![a-z_])([a-z_]+)\s*[=:]\s*([^\s,;]+(?:,\d{3})*)", re.IGNORECASE)
 _NUMBER = re.compile(r"\$?(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?k?")
 
 

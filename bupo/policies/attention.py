@@ -113,7 +113,9 @@ class LayerCache:
 
     def take(self, rows: torch.Tensor, used: int, slots: int) -> LayerCache:
         """A compact copy of some rows with room for `slots` tokens, the first `used` of them filled."""
-        first = next(iter(self.keys.values()))
+        first = next(iter(self.keys.values()), None)
+        if first is None:  # a trunk without layers
+            return LayerCache(range(0), len(rows), slots, 0, 0, rows)
         taken = LayerCache(range(0), len(rows), slots, first.shape[1], first.shape[3], first)
         for store, source in ((taken.keys, self.keys), (taken.values, self.values)):
             for layer, tensor in source.items():

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from bupo.policies.chat import ChatFormat
+
+# Bars of our own show progress; the libraries' flicker beside them.
+transformers_logging.disable_progress_bar()
 
 NANO, SMOLLM2 = "nano", "smollm2"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -250,8 +250,9 @@ class Lockstep:
         return self.decoder.norm(hidden).view(policies, rows, steps, width)
 
     def logp(self, h_KND: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """Proposals at selected positions: log-softmax of logits / temperature, fp32, [K, N, V]."""
-        return torch.log_softmax(self.head(h_KND).float() / temperature, dim=-1)
+        """Proposals at selected positions: log-softmax of logits / temperature, fp32 or wider, [K, N, V]."""
+        logits_KNV = self.head(h_KND)
+        return torch.log_softmax(logits_KNV.to(torch.promote_types(self.dtype, torch.float32)) / temperature, dim=-1)
 
 
 def freeze(model: nn.Module) -> None:

@@ -35,9 +35,9 @@ class NanoConfig:
         vocab: Vocabulary size of its tokenizer, at least 512.
     """
 
-    hidden: int = 192
+    hidden: int = 128
     layers: int = 4
-    ffn: int = 512
+    ffn: int = 352
     vocab: int = 1280
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ Names are p00, p01, ... and never reused: fixed width, since PEFT matches some n
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from torch import nn
 
 from bupo.config import at_least, one_of, positive, raise_problems
 from bupo.policies.bases import Base
+
+# PEFT 0.21 asks transformers 5.24 by an old name; nothing that a user of ours could change.
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 REFERENCE = "sft"
 TARGETS = ("all-linear", "attention")

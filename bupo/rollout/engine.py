@@ -88,7 +88,7 @@ class Session:
         # A padded chunk writes up to `width` past every row's length, whatever that row's own chunk.
         self._reserve(max(lengths) + width + self.decoding.max_tokens)
         index = torch.tensor(rows, device=device)
-        whole = len(rows) == self.rows
+        whole = list(rows) == list(range(self.rows))
         filled = max(lengths)
         cache = self.cache if whole else self.cache.take(index, self.rows, filled, self.slots)
 

@@ -1,0 +1,173 @@
+"""bupo.policies.lockstep: each row equals PEFT running that adapter alone, values and gradients."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bupo.policies.lockstep import Lockstep
+from bupo.policies.pool import REFERENCE, PolicyPool, PoolConfig
+
+WIDE = torch.float64
+
+
+def ids_and_positions(rows=3, width=21):
+    ids = torch.tensor([tiny.random_ids(width, seed) for seed in range(rows)])
+    return ids, torch.arange(width).expand(rows, width)
+
+
+def logits(forward, ids, positions, stacks):
+    return forward.head(forward.branches(forward.trunk(ids, positions), positions, stacks))
+
+
+@pytest.mark.parametrize("branch_layers", [1, 2, "all"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_each_row_equals_peft_with_that_adapter_set_and_the_zero_row_equals_the_base(family, branch_layers):
+    pool = tiny.pool(family, WIDE, branch_layers=branch_layers)
+    twin, forward = tiny.peft_twin(pool, family, WIDE), Lockstep(pool)
+    ids, positions = ids_and_positions()
+    with torch.no_grad():
+        ours = logits(forward, ids, positions, forward.stacks(reference=True))
+        base = tiny.model(family, WIDE)(ids).logits
+        for k, name in enumerate(pool.names):
+            twin.set_adapter(name)
+            alone = twin(ids).logits
+            torch.testing.assert_close(ours[k], alone, atol=1e-9, rtol=1e-9)
+            assert (alone - base).abs().max() > 0.05, "the comparison would prove nothing"
+    torch.testing.assert_close(ours[-1], base, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("branch_layers", [1, "all"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_gradients_of_a_loss_on_one_row_equal_peft_alone_and_other_rows_get_none(family, branch_layers):
+    pool = tiny.pool(family, WIDE, branch_layers=branch_layers)
+    twin, forward = tiny.peft_twin(pool, family, WIDE), Lockstep(pool)
+    ids, positions = ids_and_positions(2, 13)
+    direction = torch.randn(2, 13, len(tiny.tokenizer()), dtype=WIDE)
+    for k, name in enumerate(pool.names):
+        pool.model.zero_grad()
+        twin.set_adapter(name)
+        twin.zero_grad()
+        (torch.log_softmax(twin(ids).logits, -1) * direction).sum().backward()
+        ours = logits(forward, ids, positions, forward.stacks(grad=True))[k]
+        (torch.log_softmax(ours, -1) * direction).sum().backward()
+        expected = [p.grad for p in tiny.adapter_parameters(twin, name)]
+        for got, want in zip(pool.parameters(name), expected, strict=True):
+            torch.testing.assert_close(got.grad, want, atol=1e-8, rtol=1e-8)
+        others = [p.grad for other in pool.names if other != name for p in pool.parameters(other)]
+        assert all(grad is None or not grad.any() for grad in others)
+
+
+def test_fp32_rows_equal_peft_within_rounding_with_fused_attention():
+    pool = tiny.pool()
+    twin, forward = tiny.peft_twin(pool), Lockstep(pool)
+    ids, positions = ids_and_positions()
+    with torch.no_grad():
+        ours = logits(forward, ids, positions, forward.stacks())
+        for k, name in enumerate(pool.names):
+            twin.set_adapter(name)
+            torch.testing.assert_close(ours[k], twin(ids).logits, atol=5e-5, rtol=1e-5)
+
+
+def test_sft_adapter_is_the_reference_row(tmp_path):
+    source = tiny.pool(size=1)
+    source.save(tmp_path)
+    config = replace(source.config, size=2)
+    pool = PolicyPool(replace(tiny.base(), sft_adapter=tmp_path / "p00"), config)
+    pool.add_perturbed(generator=torch.Generator().manual_seed(3))
+    forward = Lockstep(pool)
+    ids, positions = ids_and_positions()
+    twin = tiny.peft_twin(source)
+    with torch.no_grad():
+        ours = logits(forward, ids, positions, forward.stacks(reference=True))
+        torch.testing.assert_close(ours[-1], twin(ids).logits, atol=5e-5, rtol=1e-5)
+        assert (ours[0] - ours[1]).abs().max() > 1e-3
+    assert not any(p.requires_grad for p in pool.parameters(REFERENCE))
+
+
+def test_sft_adapter_of_another_shape_is_refused(tmp_path):
+    source = tiny.pool(size=1)
+    source.save(tmp_path)
+    with pytest.raises(ValueError, match=r"has r = 4, the pool asks for 6"):
+        PolicyPool(replace(tiny.base(), sft_adapter=tmp_path / "p00"), replace(source.config, rank=6))
+
+
+def test_peft_model_keeps_working_beside_the_lockstep():
+    pool = tiny.pool()
+    twin, forward = tiny.peft_twin(pool), Lockstep(pool)
+    ids, positions = ids_and_positions()
+    with torch.no_grad():
+        logits(forward, ids, positions, forward.stacks())
+        pool.model.set_adapter("p01")
+        twin.set_adapter("p01")
+        torch.testing.assert_close(pool.model(ids).logits, twin(ids).logits, atol=5e-5, rtol=1e-5)
+
+
+def test_chunked_forward_on_the_cache_equals_the_whole_sequence():
+    forward = tiny.lockstep("qwen3", WIDE)
+    stacks = forward.stacks()
+    ids, positions = ids_and_positions(2, 20)
+    with torch.no_grad():
+        whole = logits(forward, ids, positions, stacks)
+        cache, pieces = forward.new_cache(2, len(stacks), 32), []
+        for start, end in ((0, 7), (7, 8), (8, 20)):
+            part, where = ids[:, start:end], positions[:, start:end]
+            h = forward.trunk(part, where, cache, end)
+            pieces.append(forward.head(forward.branches(h, where, stacks, cache, end)))
+    torch.testing.assert_close(torch.cat(pieces, dim=2), whole, atol=1e-9, rtol=1e-9)
+
+
+def test_selected_and_offloaded_stacks_give_the_same_rows():
+    forward = tiny.lockstep()
+    stacks = forward.stacks()
+    ids, positions = ids_and_positions()
+    with torch.no_grad():
+        every = logits(forward, ids, positions, stacks)
+        picked = logits(forward, ids, positions, stacks.select(["p02", "p00"]).offload())
+    torch.testing.assert_close(picked, every[[2, 0]], atol=1e-5, rtol=1e-5)
+
+
+def test_offloaded_stacks_do_not_follow_later_training():
+    forward = tiny.lockstep()
+    frozen = forward.stacks().offload()
+    before = {key: (a.clone(), b.clone()) for key, (a, b) in frozen.weights.items()}
+    with torch.no_grad():
+        for parameter in forward.pool.parameters("p00"):
+            parameter.add_(1.0)
+    assert all(torch.equal(before[key][i], frozen.weights[key][i]) for key in before for i in (0, 1))
+
+
+def test_log_probabilities_are_tempered_and_at_least_fp32():
+    forward = tiny.lockstep(dtype=torch.bfloat16)
+    h = torch.randn(2, 3, 64).to(torch.bfloat16)
+    got = forward.logp(h, 0.5)
+    assert got.dtype == torch.float32
+    expected = torch.log_softmax(forward.head(h).double() / 0.5, -1)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def _other_base(config):
+    model = AutoModelForCausalLM.from_config(config)
+    return replace(tiny.base(), model=model)
+
+
+def test_unknown_family_is_refused_by_name():
+    config = AutoConfig.for_model(
+        "gemma2", vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, intermediate_size=32,
+    )  # fmt: skip
+    pool = PolicyPool(_other_base(config), PoolConfig(branch_layers=1))
+    with pytest.raises(ValueError, match=r"gemma2 .*knows llama, qwen2, qwen3, mistral"):
+        Lockstep(pool)
+
+
+def test_sliding_window_is_refused():
+    config = AutoConfig.for_model(
+        "mistral", vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, sliding_window=16,
+    )  # fmt: skip
+    pool = PolicyPool(_other_base(config), PoolConfig(branch_layers=1))
+    with pytest.raises(ValueError, match="mistral with a sliding window"):
+        Lockstep(pool)

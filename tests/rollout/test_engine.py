@@ -1,0 +1,157 @@
+"""bupo.rollout.engine: what is sampled is mu, and its log-probabilities are those of a teacher-forced forward."""
+
+import random
+
+import pytest
+import tiny
+import torch
+from scipy import stats
+
+from bupo.coordinators import CoordinatorConfig, build_coordinator
+from bupo.learn.ppo import score, token_batch
+from bupo.policies.lockstep import DialogueCache, Lockstep
+from bupo.records import Proposal
+from bupo.rollout import engine
+from bupo.rollout.engine import Decoding, Session
+
+WEIGHTS = (0.5, 0.25, 0.25)
+OFTEN = tuple(range(5, 40))  # about one token in nine ends a message, so that rows finish at different steps
+
+
+def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, seed=0):
+    stacks = forward.stacks()
+    mixer = build_coordinator(CoordinatorConfig(weights=WEIGHTS[: len(stacks)]), len(stacks))
+    decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
+    return Session(forward, mixer, stacks, rows, decoding, torch.Generator().manual_seed(seed))
+
+
+def converse(talk, turns, *, seed=0, longest=40, shuffle=False):
+    """Several turns in which random subsets of the rows act on random ragged contexts."""
+    draw = random.Random(seed)
+    ids, action, logp = ([[] for _ in range(talk.rows)] for _ in range(3))
+    for turn in range(turns):
+        rows = list(range(talk.rows)) if turn % 3 == 0 else draw.sample(range(talk.rows), draw.randint(1, talk.rows))
+        rows = rows if shuffle else sorted(rows)
+        if shuffle:
+            draw.shuffle(rows)
+        context = [tiny.random_ids(draw.randint(2, longest), draw.randrange(10**6)) for _ in rows]
+        for row, given, span in zip(rows, context, talk.speak(rows, context), strict=True):
+            assert span.context_ids == tuple(given)
+            assert len(span.action_ids) == len(span.logp_mu) <= talk.decoding.max_tokens
+            assert not set(span.action_ids[:-1]) & set(talk.decoding.stop_ids)
+            assert span.action_ids[-1] in talk.decoding.stop_ids or len(span.action_ids) == talk.decoding.max_tokens
+            assert talk.last_id(row) == span.action_ids[-1]
+            ids[row] += [*span.context_ids, *span.action_ids]
+            action[row] += [False] * len(given) + [True] * len(span.action_ids)
+            logp[row] += [0.0] * len(given) + list(span.logp_mu)
+    return token_batch(list(zip(ids, action, logp, strict=True)), [0.0] * talk.rows)
+
+
+def teacher_forced(talk, batch):
+    with torch.no_grad():
+        scored = score(talk.lockstep, batch, talk.stacks, talk.decoding.temperature)
+        mu = talk.coordinator.combine(Proposal(logp_KNV=scored.logp_KNV)).logp_NV
+    return mu.gather(1, scored.ids_N[:, None])[:, 0]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts compactions of the cache."""
+    calls = {"take": 0, "put": 0}
+    for name in calls:
+        real = getattr(DialogueCache, name)
+
+        def counting(self, *args, name=name, real=real):
+            calls[name] += 1
+            return real(self, *args)
+
+        monkeypatch.setattr(DialogueCache, name, counting)
+    return calls
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("branch_layers", [1, 2, "all"])
+def test_rollout_log_probabilities_equal_teacher_forced_ones(branch_layers, temperature, monkeypatch, counted):
+    monkeypatch.setattr(engine, "FIRST_SLOTS", 48)
+    talk = session(tiny.lockstep(branch_layers=branch_layers), 6, temperature=temperature)
+    batch = converse(talk, turns=9)
+    assert talk.slots > 48, "the cache never grew"
+    assert counted["put"] > 9, "no batch was ever compacted"
+    assert len(set(batch.length_B.tolist())) > 3, "the rows are not ragged"
+    torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rollout_equals_teacher_forcing_for_every_family_beyond_the_first_slots(family):
+    talk = session(tiny.lockstep(family), 4)
+    batch = converse(talk, turns=8, longest=90)
+    assert int(batch.length_B.max()) > engine.FIRST_SLOTS
+    torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
+
+
+def test_rows_may_act_in_any_order():
+    talk = session(tiny.lockstep(), 5)
+    batch = converse(talk, turns=7, shuffle=True)
+    torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
+
+
+def test_rollout_log_probabilities_equal_peft_run_adapter_by_adapter():
+    pool = tiny.pool()
+    twin, talk = tiny.peft_twin(pool), session(Lockstep(pool), 4)
+    batch = converse(talk, turns=4)
+    for row in range(4):
+        ids = batch.ids_BT[row, : batch.length_B[row]]
+        mu = torch.zeros(len(ids) - 1, len(tiny.tokenizer()), dtype=torch.float64)
+        for weight, name in zip(WEIGHTS, pool.names, strict=True):
+            twin.set_adapter(name)
+            with torch.no_grad():
+                mu += weight * torch.softmax(twin(ids[None]).logits[0, :-1].double(), -1)
+        where = batch.action_BT[row, 1 : len(ids)].nonzero()[:, 0]
+        expected = mu[where, ids[where + 1]].log().float()
+        torch.testing.assert_close(batch.logp_rollout_BT[row][batch.action_BT[row]], expected, atol=1e-5, rtol=0)
+
+
+def test_tokens_are_drawn_from_the_whole_mixture(monkeypatch):
+    """Chi-square test of 4,000 first tokens against mu: nothing is cut off (top-p 1, top-k off)."""
+    monkeypatch.setattr(engine, "FIRST_SLOTS", 8)
+    pool = tiny.pool(branch_layers=1)
+    forward = Lockstep(pool)
+    context = tiny.random_ids(6, 0)
+    talk = session(forward, 4000, max_tokens=1)
+    drawn = [span.action_ids[0] for span in talk.speak(range(4000), [context] * 4000)]
+    twin = tiny.peft_twin(pool)
+    mu = 0
+    for weight, name in zip(WEIGHTS, pool.names, strict=True):
+        twin.set_adapter(name)
+        with torch.no_grad():
+            mu = mu + weight * torch.softmax(twin(torch.tensor([context])).logits[0, -1].double(), -1)
+    expected = (4000 * mu).numpy()
+    seen = torch.bincount(torch.tensor(drawn), minlength=len(mu)).numpy()
+    common = expected >= 5
+    observed = [*seen[common], seen[~common].sum()]
+    wanted = [*expected[common], expected[~common].sum()]
+    assert stats.chisquare(observed, wanted).pvalue > 0.01
+
+
+def test_equal_generators_give_equal_messages_and_others_do_not():
+    forward = tiny.lockstep()
+    context = [tiny.random_ids(9, 1), tiny.random_ids(5, 2)]
+    spans = [session(forward, 2, seed=seed).speak([0, 1], context) for seed in (3, 3, 4)]
+    assert spans[0] == spans[1] != spans[2]
+
+
+def test_message_longer_than_the_limit_is_cut_and_continues_as_it_was_sampled():
+    talk = session(tiny.lockstep(), 3, max_tokens=5, stop_ids=())
+    batch = converse(talk, turns=5)
+    torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
+
+
+def test_a_row_has_no_last_token_before_its_first_message():
+    assert session(tiny.lockstep(), 2).last_id(0) is None
+
+
+def test_sampling_leaves_no_graph_and_no_gradient():
+    talk = session(tiny.lockstep(), 2)
+    talk.speak([0, 1], [tiny.random_ids(4, 0)] * 2)
+    pool = talk.lockstep.pool
+    assert all(parameter.grad is None for name in pool.names for parameter in pool.parameters(name))

@@ -1,0 +1,169 @@
+"""Tiny random bases of every family and pools on them: three layers, width 64, made in milliseconds."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from bupo.learn.ppo import token_batch
+from bupo.policies.bases import Base
+from bupo.policies.chat import ChatFormat
+from bupo.policies.lockstep import Lockstep, freeze
+from bupo.policies.nano import train_tokenizer
+from bupo.policies.pool import PolicyPool, PoolConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+LAYERS = 3
+TEXTS = (
+    "I can offer a price of 880 with payment in 30 days. [Accept]",
+    "That is too much for us. Let us meet at 900 and 45 days. [Walk]",
+    "We buy one million units a year and ask for a fair contract.",
+)
+
+
+@cache
+def _tokenizer():
+    return train_tokenizer(TEXTS, 320, range(0, 1000, 50))
+
+
+def tokenizer():
+    """A tokenizer trained on a few sentences; a copy, so that a test may change its template."""
+    return copy.deepcopy(_tokenizer())
+
+
+def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A frozen random model; equal seeds give equal weights.
+
+    transformers computes norms and eager softmax in fp32 whatever the weights: in float64 the norms are replaced by the
+    same formula without casts and attention is torch's own, so that comparisons to 1e-9 mean something.
+    """
+    wide = dtype == torch.float64
+    extra = {"sliding_window": None} if family == "mistral" else {}
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(_tokenizer()),
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        max_position_embeddings=2048,
+        initializer_range=0.15,
+        tie_word_embeddings=family == "llama",
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        **extra,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if wide else "eager").to(dtype)
+        for name, parameter in made.named_parameters():
+            if "bias" in name or "norm" in name:  # initialised to constants, which would hide a forgotten term
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    if wide:
+        for module in made.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(_rms_norm, module)
+    freeze(made)
+    return made
+
+
+def _rms_norm(module, x):
+    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def base(family: str = "llama", dtype: torch.dtype = torch.float32) -> Base:
+    """A base around the model."""
+    words = tokenizer()
+    return Base(name=family, model=model(family, dtype), tokenizer=words, chat=ChatFormat(words))
+
+
+def widen(pool: PolicyPool) -> None:
+    """Turns the adapters into float64, for comparisons to 1e-10."""
+    for name in (*pool.names, "sft"):
+        for parameter in pool.parameters(name):
+            parameter.data = parameter.data.double()
+
+
+@cache
+def _pool(family, dtype, size, branch_layers, perturbation, settings) -> PolicyPool:
+    made = PolicyPool(
+        base(family, dtype),
+        PoolConfig(size=size, branch_layers=branch_layers, perturbation=perturbation, **dict(settings)),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(size):
+        made.add_perturbed(generator=generator)
+    if dtype == torch.float64:
+        widen(made)
+    return made
+
+
+def pool(
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    *,
+    size: int = 3,
+    branch_layers: int | float | str = 2,
+    perturbation: float = 0.3,
+    **settings,
+) -> PolicyPool:
+    """A pool of clearly different sub-policies; a copy of a cached one, since PEFT takes long to build it."""
+    settings = {"rank": 4, **settings}
+    return copy.deepcopy(_pool(family, dtype, size, branch_layers, perturbation, tuple(sorted(settings.items()))))
+
+
+def lockstep(*args, **kwargs) -> Lockstep:
+    """The lockstep forward of such a pool."""
+    return Lockstep(pool(*args, **kwargs))
+
+
+def peft_twin(source: PolicyPool, family: str = "llama", dtype: torch.dtype = torch.float32) -> PeftModel:
+    """The same adapters in PEFT alone on a fresh copy of the base and transformers' attention: no code of ours runs."""
+    first = source.layers - source.config.branches(source.layers)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    names += ["gate_proj", "up_proj", "down_proj"] if source.config.targets == "all-linear" else []
+    config = LoraConfig(
+        r=source.config.rank,
+        lora_alpha=source.config.alpha,
+        target_modules=names,
+        layers_to_transform=list(range(first, source.layers)),
+        layers_pattern="layers",
+        task_type="CAUSAL_LM",
+    )
+    twin = get_peft_model(model(family, dtype), config, adapter_name=source.names[0])
+    for name in source.names[1:]:
+        twin.add_adapter(name, config)
+    for name in source.names:
+        twin.set_adapter(name)
+        mine = [p for n, p in twin.named_parameters() if f".{name}." in n]
+        for target, value in zip(mine, source.parameters(name), strict=True):
+            target.data = value.detach().clone()
+    return twin.eval()
+
+
+def adapter_parameters(twin: PeftModel, name: str) -> list[torch.nn.Parameter]:
+    """A and B of each layer of one adapter of a PEFT model, in forward order."""
+    return [parameter for key, parameter in twin.named_parameters() if f".{name}." in key]
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    """Ordinary token ids, no control tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, len(_tokenizer()), (count,), generator=generator).tolist()
+
+
+def batch(lengths=(17, 9, 23, 12, 30, 7), advantages=(1.0, -0.5, 0.75, -1.25, 0.5, 2.0), seed: int = 3):
+    """A ragged batch: rows of given lengths in which two stretches are own tokens, the last token among them."""
+    rows = []
+    for index, length in enumerate(lengths):
+        ids = random_ids(length, 100 * seed + index)
+        action = [2 <= position < 4 or position >= length - 3 for position in range(length)]
+        rows.append((ids, action, [0.0] * length))
+    return token_batch(rows, advantages[: len(rows)])
