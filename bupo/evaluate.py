@@ -48,7 +48,7 @@ class EvaluationConfig:
 
     Attributes:
         size: `quick`: 30 scenarios x 2 roles x 4 opponents = 240 dialogues a stage; `full`: 60 x 2 x 5 = 600 and 100
-            without a ZOPA; `none` skips evaluation.
+            without a ZOPA.
         batch: Most dialogues decoded together.
     """
 

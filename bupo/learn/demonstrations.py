@@ -14,6 +14,8 @@ from bupo.policies.chat import ChatFormat
 
 SFT_SEEDS = 500_000
 """First scenario seed of SFT data: held-out scenarios come before it, training scenarios from 1,000,000 on."""
+SFT_SPAN = 400_000
+"""Number of SFT scenario seeds."""
 
 SPEAKERS = {"firm": 0.35, "eager": 0.35, "random": 0.15, "micro": 0.1, "tough": 0.05}
 
@@ -24,7 +26,7 @@ def scripted_dialogues(count: int, scenarios: ScenarioConfig, seed: int) -> list
     dialogues = []
     for index in range(count):
         rng = np.random.default_rng([seed, index])
-        scenario = procurement(scenarios, SFT_SEEDS + seed * 100_000 + index)
+        scenario = procurement(scenarios, SFT_SEEDS + (seed * 104_729 + index) % SFT_SPAN)
         pair = (str(rng.choice(names, p=weights)), str(rng.choice(names, p=weights)))
         talkers = (seat_player(pair[0], scenario, 0, rng), seat_player(pair[1], scenario, 1, rng))
         dialogues.append(play(scenario, pair, talkers))

@@ -134,27 +134,27 @@ def constructive(turns: Sequence[Turn], seat: int) -> float:
     return 1 - sum(a == b for a, b in pairs) / len(pairs) if pairs else 1.0
 
 
-def fairness(other_surplus: float) -> float:
-    """1 if the deal leaves the other side no worse than no deal; falls to 0 when it loses its whole surplus range.
+def fairness(other_utility: float, other_reservation: float) -> float:
+    """1 if the deal leaves the other side no worse than no deal, else 1 less what it loses by it, in own utility.
 
-    The other side's surplus counts only up to this minimum, so nothing is gained by giving away more.
+    The other side's gain counts only up to this minimum, so nothing is earned by giving away more.
     """
-    return min(1.0, max(0.0, 1.0 + other_surplus))
+    return 1.0 + min(0.0, other_utility - other_reservation)
 
 
 def conduct(scenario: Scenario, episode: Episode, seat: int) -> float:
-    """How a seat led the talk: .4 tone + .3 reciprocity + .2 no stalling + .1 fairness, in [0, 1]."""
+    """How a seat led the talk: .45 tone + .3 reciprocity + .2 no stalling + .05 fairness, in [0, 1]."""
     own = [turn for turn in episode.turns if turn.seat == seat]
     mean_tone = sum(tone(turn.text) for turn in own) / len(own) if own else 0.5
-    fair = fairness(episode.surplus[1 - seat]) if episode.deal is not None else 1.0
+    fair = fairness(episode.utilities[1 - seat], scenario.profiles[1 - seat].reservation)
     answered = reciprocity(episode.turns, seat, scenario.profiles[seat])
-    return 0.4 * mean_tone + 0.3 * answered + 0.2 * constructive(episode.turns, seat) + 0.1 * fair
+    return 0.45 * mean_tone + 0.3 * answered + 0.2 * constructive(episode.turns, seat) + 0.05 * fair
 
 
 def creativity(scenario: Scenario, episode: Episode, seat: int) -> float:
     """Share of own counter-offers that are new to the table and trade: give on one issue, take on another.
 
-    1 for a deal reached without own counter-offers (nothing was left to invent), 0 without a deal.
+    0 without a deal, and without own counter-offers: taking what is offered is not a new solution.
     """
     if episode.deal is None:
         return 0.0
@@ -171,7 +171,7 @@ def creativity(scenario: Scenario, episode: Episode, seat: int) -> float:
                 trades += outcome not in seen and min(moves) < 0 < max(moves)
             last = outcome
         seen.add(outcome)
-    return trades / counters if counters else 1.0
+    return trades / counters if counters else 0.0
 
 
 def reward(config: RewardConfig, scenario: Scenario, episode: Episode, seat: int) -> Reward:

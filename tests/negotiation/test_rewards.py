@@ -187,7 +187,7 @@ def test_constructive_by_hand():
 
 
 def test_fairness_by_hand():
-    assert [fairness(s) for s in (1.0, 0.0, -0.25, -1.0, -3.0)] == [1.0, 1.0, 0.75, 0.0, 0.0]
+    assert [fairness(u, 0.4) for u in (1.0, 0.4, 0.15, 0.0)] == [1.0, 1.0, 0.75, 0.6]
 
 
 def test_creativity_by_hand():
@@ -201,8 +201,8 @@ def test_creativity_by_hand():
     assert creativity(SCENARIO, talk(say(2, 0), say(0, 1), say(2, 0), say(1, 1), "[Accept]"), 0) == 0.0
 
 
-def test_creativity_without_counter_offers_is_full_for_a_deal_and_none_without():
-    assert creativity(SCENARIO, talk(say(0, 0), "[Accept]"), 0) == 1.0
+def test_creativity_without_counter_offers_or_without_a_deal_is_none():
+    assert creativity(SCENARIO, talk(say(0, 0), "[Accept]"), 0) == 0.0
     assert creativity(SCENARIO, talk(say(2, 0), say(0, 0), say(2, 0), say(1, 1), "[Walk]"), 0) == 0.0
 
 
@@ -220,16 +220,16 @@ def test_a_whole_reward_by_hand():
     seen = reward(CONFIG, SCENARIO, episode, 0)
     # Surplus (60 - 40) / 60; tone (1 + 1 + .5 + .5) / 4, reciprocity 1/2, stalling 1 of 2, fairness 1; 4 of 8 rounds;
     # no trade in two counter-offers.
-    expected_conduct = 0.4 * 0.75 + 0.3 * 0.5 + 0.2 * 0.5 + 0.1
+    expected_conduct = 0.45 * 0.75 + 0.3 * 0.5 + 0.2 * 0.5 + 0.05
     assert conduct(SCENARIO, episode, 0) == pytest.approx(expected_conduct)
     assert (seen.economic, seen.relationship) == pytest.approx((1 / 3, expected_conduct))
     assert (seen.efficiency, seen.creativity) == (0.5, 0.0)
-    assert seen.total == pytest.approx(0.5 / 3 + 0.3 * 0.65 + 0.1 * 0.5)
+    assert seen.total == pytest.approx(0.5 / 3 + 0.3 * 0.6375 + 0.1 * 0.5)
     assert seen.as_dict().keys() == {*PARTS, "total"}
 
 
 def test_endings_by_hand():
-    # Polite, nothing asked, no repetition: conduct 1, or .4 + .3 + .2 * 0 + .1 after one repeated offer.
+    # Polite, nothing asked, no repetition: conduct 1, or .45 + .3 + .2 * 0 + .05 after one repeated offer.
     thanks = "Thank you."
     walked = talk(say(2, 0), say(0, 1, text=thanks), say(2, 0), f"{thanks} [Walk]")
     assert reward(CONFIG, SCENARIO, walked, 0).total == pytest.approx(0.3 * 0.5)
@@ -238,8 +238,8 @@ def test_endings_by_hand():
     broken = talk(say(2, 0), "hm", "hm")
     assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.6 - 2 * 0.1)
     assert reward(CONFIG, SCENARIO, broken, 0).relationship == 0
-    # The other side is not to blame: tone .5, else faultless, no deal: .3 * .5 * (.2 + .3 + .2 + .1).
-    assert reward(CONFIG, SCENARIO, broken, 1).total == pytest.approx(0.3 * 0.5 * 0.8)
+    # The other side is not to blame: tone .5, else faultless, no deal: .3 * .5 * (.225 + .3 + .2 + .05).
+    assert reward(CONFIG, SCENARIO, broken, 1).total == pytest.approx(0.3 * 0.5 * 0.775)
 
 
 def test_each_refused_message_costs_the_seat_that_wrote_it():
@@ -345,27 +345,18 @@ def test_along_the_frontier_the_total_rises_by_at_least_04_per_unit_of_own_utili
         totals = []
         for scenario, _, _, episode in (worse, better):
             # Conduct includes fairness, which reads the other side's surplus: hold it.
-            held = (episode.surplus[0], 0.0) if seat == 0 else (0.0, episode.surplus[1])
-            totals.append(reward(CONFIG, scenario, replace(episode, surplus=held), seat).total)
+            held = (episode.utilities[0], 1.0) if seat == 0 else (1.0, episode.utilities[1])
+            totals.append(reward(CONFIG, scenario, replace(episode, utilities=held), seat).total)
         slopes.append((totals[1] - totals[0]) / ((better[1] - worse[1]) / 100))
         limit = worse[0].profiles[seat].limit
         assert slopes[-1] == pytest.approx(0.5 / (1 - limit / 100))
     assert min(slopes) >= 0.4
 
 
-def test_the_slope_holds_with_fairness_free_wherever_the_other_side_does_not_lose(steps):
-    checked = 0
+def test_the_slope_holds_with_fairness_free_on_every_step(steps):
+    assert any(better[2] < better[0].profiles[1 - seat].limit for seat, _, better in steps)
     for seat, worse, better in steps:
-        if better[2] >= better[0].profiles[1 - seat].limit:
-            checked += 1
-            assert rise(seat, worse, better) >= 0.4 * (better[1] - worse[1]) / 100
-    assert checked > 1000
-
-
-def test_fairness_takes_at_most_003_off_a_deal_that_the_other_side_loses_by(steps):
-    """Below the other side's limit the slope may be flatter: by .3 * .1 for its whole surplus range, no more."""
-    for seat, worse, better in steps:
-        assert rise(seat, worse, better) >= 0.5 * (better[1] - worse[1]) / 100 - 0.03 - 1e-12
+        assert rise(seat, worse, better) >= 0.4 * (better[1] - worse[1]) / 100
 
 
 def test_the_other_sides_surplus_above_its_reservation_changes_nothing(simulated):
