@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bupo.config import one_of, raise_problems
+from bupo.config import at_least, one_of, raise_problems
 from bupo.coordinators.base import GameCoordinator
 from bupo.intervals import clustered_bootstrap, paired_difference
 from bupo.negotiation.frontier import Analysis, analyse, nash_ratio, pareto_distance
@@ -49,15 +49,23 @@ class EvaluationConfig:
     Attributes:
         size: `quick`: 30 scenarios x 2 roles x 4 opponents = 240 dialogues a stage; `full`: 60 x 2 x 5 = 600 and 100
             without a ZOPA.
+        scenarios: Scenarios with a ZOPA; 0 for the size's own number, or 4 for a public base on a CPU.
         batch: Most dialogues decoded together.
     """
 
     size: str = "quick"
+    scenarios: int = 0
     batch: int = 128
 
     def __post_init__(self) -> None:
         """Checks the size."""
-        raise_problems([one_of("size", self.size, SIZES)])
+        raise_problems(
+            [
+                one_of("size", self.size, SIZES),
+                at_least("scenarios", self.scenarios, 0),
+                at_least("batch", self.batch, 1),
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +101,11 @@ def stratified_scenarios(config: ScenarioConfig, count: int) -> list[Scenario]:
     return [pool[index] for index in np.argsort(width, kind="stable")[2::4]]
 
 
-def protocol(config: ScenarioConfig, size: str) -> Protocol:
+def protocol(config: ScenarioConfig, size: str, count: int = 0) -> Protocol:
     """Builds the dialogues of `quick` or `full` (facts: 60 scenarios x 2 roles x 5, and 10 without ZOPA x 2 x 5)."""
     full = size == "full"
     opponents = list(EVALUATION_OPPONENTS)
-    scenarios = stratified_scenarios(config, 60 if full else 30)
+    scenarios = stratified_scenarios(config, count or (60 if full else 30))
     seatings, no_zopa, both = [], [], []
     for index, scenario in enumerate(scenarios):
         for seat in (0, 1):
@@ -249,7 +257,7 @@ class Evaluation:
         """Builds the frozen protocol and analyses its scenarios."""
         self.config = config
         self.tracker = tracker
-        self.protocol = protocol(scenarios, config.size)
+        self.protocol = protocol(scenarios, config.size, config.scenarios)
         everything = [*self.protocol.seatings, *self.protocol.no_zopa, *self.protocol.self_play]
         self.scenarios = {s.scenario.name: s.scenario for s in everything}
         self.analyses = {name: analyse(scenario) for name, scenario in self.scenarios.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,23 @@ class Run:
         return {"sampler": self.sampler, "shuffler": self.shuffler}
 
 
+def sized(config: Config, device: torch.device, tracker: Tracker) -> Config:
+    """Fills in the sizes that were left to us: a public base on a CPU gets small ones, and says so."""
+    slow = device.type == "cpu" and config.base not in (AUTO, NANO)
+    dialogues = config.interact.dialogues or (16 if slow else 96)
+    scenarios = config.evaluation.scenarios or (4 if slow else 0)
+    if slow and (dialogues, scenarios) != (config.interact.dialogues, config.evaluation.scenarios):
+        tracker.say(
+            f"a public base on a CPU: {dialogues} dialogues an iteration, {scenarios} evaluation scenarios "
+            "(--interact.dialogues 96 --evaluation.scenarios 30 for the sizes of a GPU)"
+        )
+    return replace(
+        config,
+        interact=replace(config.interact, dialogues=dialogues),
+        evaluation=replace(config.evaluation, scenarios=scenarios),
+    )
+
+
 def initialise(config: Config) -> Run:
     """Phase 1: the SFT base, K perturbed sub-policies, and everything that plays and learns with them."""
     keep_memory()
@@ -171,10 +188,11 @@ def initialise(config: Config) -> Run:
         accelerator.init_trackers("bupo")
         forward = accelerator.log
     tracker = Tracker(folder, is_main=accelerator.is_main_process, forward=forward)
-    (folder / "config.yaml").write_text(dump(config))
 
     device = accelerator.device
+    config = sized(config, device, tracker)
     name = (SMOLLM2 if device.type == "cuda" else NANO) if config.base == AUTO else config.base
+    (folder / "config.yaml").write_text(dump(config))
     started = time.perf_counter()
     base = prepare_base(
         name,

@@ -57,6 +57,7 @@ def train(config: Config) -> Path:
         The run folder.
     """
     run = initialise(config)
+    config = run.config
     evaluation = Evaluation(config.evaluation, config.scenarios, run.tracker)
     stages = {stage: evaluate_stage(run, evaluation, stage) for stage in STAGES[:2]}
     if not checkpoints(run.folder):

@@ -52,7 +52,7 @@ class WarmstartConfig:
 
     dialogues: int = 3500
     lr: float = 4e-3
-    public_dialogues: int = 60
+    public_dialogues: int = 40
     public_lr: float = 1e-3
     batch: int = 4
     reworded: float = 0.5

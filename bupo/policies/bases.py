@@ -77,8 +77,10 @@ def load_pretrained(
             from transformers import GgufConfig
 
             folder, file = str(packaged.parent), packaged.name
+            # Left packed, the weights would be slow on a CPU and could carry no adapters that save.
+            dequantise = GgufConfig(gguf_file=file, dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, quantization_config=GgufConfig(gguf_file=file, dequantize=True)
+                folder, gguf_file=file, dtype=dtype, quantization_config=dequantise
             )
             return model, AutoTokenizer.from_pretrained(folder, gguf_file=file)
         source = SMOLLM2_HUB_ID if name == SMOLLM2 else name

@@ -22,7 +22,7 @@ class InteractConfig:
     """The interact phase.
 
     Attributes:
-        dialogues: Dialogues an iteration.
+        dialogues: Dialogues an iteration; 0 for 96, or 16 for a public base on a CPU.
         group_size: Copies of one scenario, role and opponent: the group whose mean reward is the baseline.
         self_play: Share of dialogues in which the current pool plays both seats.
         past: Share against past selves (none while the league is empty: those go to scripted opponents).
@@ -33,7 +33,7 @@ class InteractConfig:
         retries: Refused messages in a row that a seat may repeat.
     """
 
-    dialogues: int = 96
+    dialogues: int = 0
     group_size: int = 8
     self_play: float = 0.35
     past: float = 0.1
@@ -50,7 +50,10 @@ class InteractConfig:
         raise_problems(
             [
                 at_least("group_size", self.group_size, 1),
-                at_least("dialogues", self.dialogues, self.group_size),
+                at_least("dialogues", self.dialogues, 0),
+                f"dialogues: {self.dialogues} is less than one group of group_size = {self.group_size}"
+                if 0 < self.dialogues < self.group_size
+                else None,
                 in_range("self_play", self.self_play, 0, 1),
                 in_range("past", self.past, 0, 1),
                 f"past: self_play + past is {self.self_play + self.past}, more than 1"
