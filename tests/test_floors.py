@@ -129,7 +129,7 @@ SOURCES = read_sources(Path(__file__).resolve().parents[1] / PACKAGE)
 
 
 def test_imports_of_the_package_go_down_and_in_no_circle():
-    assert "bupo.config" in SOURCES
+    assert "bupo.tracking" in SOURCES
     assert check(SOURCES) == []
 
 
@@ -148,14 +148,14 @@ def test_imports_of_the_package_go_down_and_in_no_circle():
 )
 def test_one_upward_import_added_to_the_real_tree_is_found(statement):
     tree = {"bupo.cli": "", **SOURCES}
-    tree["bupo.config"] += f"\n{statement}\n"
-    assert "bupo.config (floor 0) imports bupo.cli (floor 7); imports go down" in check(tree)
+    tree["bupo.tracking"] += f"\n{statement}\n"
+    assert "bupo.tracking (floor 0) imports bupo.cli (floor 7); imports go down" in check(tree)
 
 
 def test_a_circle_added_to_the_real_tree_is_found_even_within_a_floor():
-    tree = {**SOURCES, "bupo.records": "from bupo import config\n"}
-    tree["bupo.config"] += "\nfrom bupo import records\n"
-    assert "import circle: bupo.config -> bupo.records -> bupo.config" in check(tree)
+    tree = {**SOURCES, "bupo.records": "from bupo import tracking\n"}
+    tree["bupo.tracking"] += "\nfrom bupo import records\n"
+    assert "import circle: bupo.records -> bupo.tracking -> bupo.records" in check(tree)
 
 
 def test_a_new_module_without_a_floor_is_found():

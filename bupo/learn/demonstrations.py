@@ -17,7 +17,7 @@ SFT_SEEDS = 500_000
 SFT_SPAN = 400_000
 """Number of SFT scenario seeds."""
 
-SPEAKERS = {"firm": 0.35, "eager": 0.35, "random": 0.15, "micro": 0.1, "tough": 0.05}
+SPEAKERS = {"firm": 0.42, "eager": 0.38, "random": 0.08, "micro": 0.07, "tough": 0.05}
 
 
 def scripted_dialogues(count: int, scenarios: ScenarioConfig, seed: int) -> list[Dialogue]:

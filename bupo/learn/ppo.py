@@ -188,10 +188,11 @@ def score(
     device = lockstep.device
     ids_BT = batch.ids_BT.to(device)
     positions_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
-    h_KBTD = lockstep.branches(trunk_of(lockstep, batch) if h_BTD is None else h_BTD, positions_BT, stacks)
     row_N, column_N = batch.action_BT.to(device).nonzero(as_tuple=True)
+    h_BTD = trunk_of(lockstep, batch) if h_BTD is None else h_BTD
     # The distribution of a token stands at the position before it.
-    logp_KNV = lockstep.logp(h_KBTD[:, row_N, column_N - 1], temperature)
+    h_KND = lockstep.branches(h_BTD, positions_BT, stacks, select=(row_N, column_N - 1))
+    logp_KNV = lockstep.logp(h_KND, temperature)
     return Scored(logp_KNV=logp_KNV, ids_N=ids_BT[row_N, column_N], row_N=row_N)
 
 

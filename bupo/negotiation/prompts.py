@@ -45,16 +45,19 @@ def system_prompt(scenario: Scenario, seat: int) -> str:
     return (
         f"{role} Each value of an issue gives you points:\n{issues}\n"
         f"The best contract gives you 100 points. Your limit is {own.limit} points: no contract is better than less. "
-        "Notes give an offer's points by issue, then in all above (+) or below (-) your limit. Keep them private.\n"
+        "Notes give an offer's points by issue and how far the sum is above your limit or too low. Keep them private.\n"
         f"Write one or two sentences and exactly one action: {example}, [Accept] or [Walk]."
     )
 
 
 def _rating(profile: Profile, outcome: Outcome) -> str:
-    """Points of each issue, and the sum against the limit: `24+30+8, +17`."""
+    """Points of each issue, and the sum against the limit: `24+30+8, +17` or `6+0+8, 31 too low`.
+
+    Offers above and below the limit differ in words, not in a sign alone: small models overlook signs.
+    """
     parts = "+".join(str(table[index]) for table, index in zip(profile.points, outcome, strict=True))
     margin = profile.score(outcome) - profile.limit
-    return f"{parts}, {'+' if margin >= 0 else '-'}{abs(margin)}"
+    return f"{parts}, +{margin}" if margin >= 0 else f"{parts}, {-margin} too low"
 
 
 def turn_prompt(scenario: Scenario, view: View) -> str:

@@ -185,7 +185,13 @@ class Lockstep:
         )
 
     def _run(
-        self, layers: range, hidden: torch.Tensor, positions_BT: torch.Tensor, cache: LayerCache | None, used: int
+        self,
+        layers: range,
+        hidden: torch.Tensor,
+        positions_BT: torch.Tensor,
+        cache: LayerCache | None,
+        used: int,
+        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         rotary = self.decoder.rotary_emb(hidden, position_ids=positions_BT)
         mask = None
@@ -194,15 +200,22 @@ class Lockstep:
             later = torch.arange(used, device=hidden.device)[None, None] > positions_BT[:, :, None]
             mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device)
             mask = mask.masked_fill_(later, torch.finfo(hidden.dtype).min).unsqueeze(1)
+        arguments = {
+            "attention_mask": mask,
+            "position_ids": positions_BT,
+            "cache": cache,
+            "use_cache": cache is not None,
+            "position_embeddings": rotary,
+        }
         for index in layers:
-            hidden = self.decoder.layers[index](
-                hidden,
-                attention_mask=mask,
-                position_ids=positions_BT,
-                cache=cache,
-                use_cache=cache is not None,
-                position_embeddings=rotary,
-            )
+            layer = self.decoder.layers[index]
+            if keep is None or index != layers[-1]:
+                hidden = layer(hidden, **arguments)
+            else:
+                # After the last attention positions are independent: only those that are asked for need the rest.
+                attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **arguments)
+                hidden = keep(hidden + attended)
+                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden
 
     @torch.no_grad()
@@ -232,22 +245,38 @@ class Lockstep:
         stacks: Stacks,
         cache: DialogueCache | None = None,
         used: int = 0,
+        select: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Runs the upper layers for all policies of a stack as one batch.
 
+        Args:
+            h_BTD: The trunk's output.
+            positions_BT: Position of each token in its row.
+            stacks: The policies.
+            cache: Where to continue; None for whole sequences.
+            used: With a cache, the highest position plus one.
+            select: Rows and columns of N positions; the others are left out of the last feed-forward layer.
+
         Returns:
-            Final normed hidden states h_KBTD.
+            Final normed hidden states: h_KBTD, or h_KND at the selected positions.
         """
         policies, (rows, steps, width) = len(stacks), h_BTD.shape
         hidden = h_BTD.expand(policies, -1, -1, -1).reshape(policies * rows, steps, width)
         positions = positions_BT.expand(policies, -1, -1).reshape(policies * rows, steps)
+
+        def pick(hidden: torch.Tensor) -> torch.Tensor:
+            assert select is not None
+            return hidden.view(policies, rows, steps, width)[:, select[0], select[1]]
+
+        keep = None if select is None else pick
         self._active = stacks
         try:
             branch_cache = None if cache is None else cache.branches
-            hidden = self._run(range(self.first_branch, self.layers), hidden, positions, branch_cache, used)
+            hidden = self._run(range(self.first_branch, self.layers), hidden, positions, branch_cache, used, keep)
         finally:
             self._active = None
-        return self.decoder.norm(hidden).view(policies, rows, steps, width)
+        normed = self.decoder.norm(hidden)
+        return normed if select is not None else normed.view(policies, rows, steps, width)
 
     def logp(self, h_KND: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Proposals at selected positions: log-softmax of logits / temperature, fp32 or wider, [K, N, V]."""

@@ -152,8 +152,8 @@ class Session:
     ) -> torch.Tensor:
         """Final hidden state of each row's last real token for every policy, [K, A, D]."""
         h_ATD = self.lockstep.trunk(ids_AT, positions_AT, cache, used)
-        h_KATD = self.lockstep.branches(h_ATD, positions_AT, self.stacks, cache, used)
-        return h_KATD[:, torch.arange(len(last_A), device=last_A.device), last_A]
+        select = (torch.arange(len(last_A), device=last_A.device), last_A)
+        return self.lockstep.branches(h_ATD, positions_AT, self.stacks, cache, used, select)
 
     def _store(self, index: torch.Tensor, rows: list[int], cache: DialogueCache, used: int) -> None:
         if cache is not self.cache:
