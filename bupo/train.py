@@ -19,7 +19,7 @@ from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.coordinators.base import GameCoordinator
 from bupo.evaluate import Evaluation, StageResult
 from bupo.evaluator import scorecard_metrics
-from bupo.learn.advantages import group_advantages, role_advantages
+from bupo.learn.advantages import group_advantages, most_informative, role_advantages
 from bupo.learn.ppo import scheduled_lr, token_batch, update
 from bupo.negotiation.rewards import PARTS, Reward, reward
 from bupo.negotiation.scenario import ROLES
@@ -120,11 +120,13 @@ def interact(run: Run, bar: Any) -> Interaction:
             run.tracker.append("transcripts", transcript(run.iteration + 1, "train", episode, scored))
     reward_B = np.array(rewards)
     if config.ppo.advantage == "group":
-        advantage_B = group_advantages(reward_B, np.array(groups), scale_by_std=config.ppo.scale_by_std)
+        advantage_B = group_advantages(reward_B, np.array(groups), scale=config.ppo.scale)
     else:
-        advantage_B = role_advantages(reward_B, np.array(roles), run.baselines, scale_by_std=config.ppo.scale_by_std)
-    batch = token_batch(rows, advantage_B.tolist())
-    metrics = interact_metrics(records) | {"interact/own_tokens": int(batch.action_BT.sum())}
+        advantage_B = role_advantages(reward_B, np.array(roles), run.baselines, scale=config.ppo.scale)
+    kept = most_informative(advantage_B, np.array(groups), config.ppo.keep)
+    batch = token_batch([rows[row] for row in kept], advantage_B[kept].tolist())
+    own = sum(sum(action) for _, action, _ in rows)
+    metrics = interact_metrics(records) | {"interact/own_tokens": own, "interact/kept_rows": len(kept) / len(rows)}
     return Interaction(batch=batch, metrics=metrics | {"seconds/interact": time.perf_counter() - started})
 
 

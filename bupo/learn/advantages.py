@@ -8,14 +8,17 @@ from __future__ import annotations
 import numpy as np
 
 
-def group_advantages(reward_B: np.ndarray, group_B: np.ndarray, *, scale_by_std: bool) -> np.ndarray:
+SCALES = ("group", "batch", "none")
+
+
+def group_advantages(reward_B: np.ndarray, group_B: np.ndarray, *, scale: str) -> np.ndarray:
     """Reward less the mean of the row's group: the same scenario, role and opponent (GRPO, arXiv 2402.03300).
 
     Args:
         reward_B: Rewards.
         group_B: Group of each row.
-        scale_by_std: Whether to divide by the standard deviation over the whole batch. One scale for all groups:
-            dividing by each group's own would blow up groups in which almost nothing differs (arXiv 2503.20783).
+        scale: What to divide by: the standard deviation of each `group` (GRPO: every group counts alike, also those
+            in which little is at stake), of the whole `batch`, or `none` (arXiv 2503.20783).
 
     Returns:
         Advantages; zeros where a group's rewards are equal.
@@ -29,11 +32,14 @@ def group_advantages(reward_B: np.ndarray, group_B: np.ndarray, *, scale_by_std:
         raise ValueError(f"group {str(alone)!r} has one row; group advantages need interact.group_size >= 2")
     mean = np.bincount(index, weights=reward_B) / count
     advantage = reward_B - mean[index]
-    return _scaled(advantage, scale_by_std)
+    if scale == "group":
+        deviation = np.sqrt(np.bincount(index, weights=advantage**2) / count)
+        return np.where(deviation[index] > 1e-6, advantage / np.maximum(deviation[index], 1e-6), 0.0)
+    return _scaled(advantage, scale)
 
 
 def role_advantages(
-    reward_B: np.ndarray, role_B: np.ndarray, baselines: dict[str, float], *, scale_by_std: bool, decay: float = 0.95
+    reward_B: np.ndarray, role_B: np.ndarray, baselines: dict[str, float], *, scale: str, decay: float = 0.95
 ) -> np.ndarray:
     """Reward less a running mean of the role (role-conditioned advantage, SPIRAL, arXiv 2506.24119).
 
@@ -42,7 +48,8 @@ def role_advantages(
         role_B: Role of each row (for instance `buyer/self`).
         baselines: Running means by role, updated in place; read before they are updated. A role's first batch uses
             its own mean.
-        scale_by_std: Whether to divide by the standard deviation over the batch.
+        scale: `none`, or the standard deviation over the `batch`; a role is no group of comparable dialogues, so
+            `group` means the batch too.
         decay: Decay of the running means.
 
     Returns:
@@ -55,9 +62,34 @@ def role_advantages(
         baseline = baselines.get(str(role), mean)
         advantage[mine] = reward_B[mine] - baseline
         baselines[str(role)] = decay * baseline + (1 - decay) * mean
-    return _scaled(advantage, scale_by_std)
+    return _scaled(advantage, scale)
 
 
-def _scaled(advantage_B: np.ndarray, scale_by_std: bool) -> np.ndarray:
+def most_informative(advantage_B: np.ndarray, group_B: np.ndarray, share: float) -> np.ndarray:
+    """The rows of each group whose advantages lie furthest apart (max-variance down-sampling, arXiv 2504.13818).
+
+    Baselines come from all rows, the update from the extremes: playing is cheaper than learning, and rows near their
+    group's mean teach little. Rows with advantage 0 are left out.
+
+    Args:
+        advantage_B: Advantages.
+        group_B: Group of each row.
+        share: Share of each group's rows to keep, rounded up, half from either end; 1 keeps all.
+
+    Returns:
+        Indices of the kept rows, ascending; all rows if every advantage is 0.
+    """
+    kept: list[int] = []
+    for group in np.unique(group_B):
+        rows = np.flatnonzero(group_B == group)
+        ordered = rows[np.argsort(advantage_B[rows], kind="stable")]
+        count = int(np.ceil(share * len(ordered) - 1e-9))
+        low = count // 2
+        kept += [*ordered[:low], *ordered[len(ordered) - (count - low) :]]
+    useful = np.array(sorted(row for row in kept if advantage_B[row] != 0), dtype=int)
+    return useful if len(useful) else np.arange(len(advantage_B))
+
+
+def _scaled(advantage_B: np.ndarray, scale: str) -> np.ndarray:
     deviation = float(advantage_B.std())
-    return advantage_B / deviation if scale_by_std and deviation > 1e-8 else advantage_B
+    return advantage_B / deviation if scale != "none" and deviation > 1e-8 else advantage_B

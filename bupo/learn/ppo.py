@@ -12,6 +12,7 @@ import torch
 
 from bupo.config import at_least, in_range, one_of, positive, raise_problems
 from bupo.coordinators.base import GameCoordinator
+from bupo.learn.advantages import SCALES
 from bupo.learn.objectives import clipped_surrogate, entropy, kl
 from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.policies.pool import PolicyPool
@@ -32,7 +33,8 @@ class PPOConfig:
         minibatches: Optimizer steps a pass.
         micro_tokens: Most tokens (padding included) in one forward; smaller saves memory and changes no number.
         advantage: `group` (same scenario, role and opponent) or `role` (running mean of each role).
-        scale_by_std: Whether advantages are divided by their standard deviation over the batch.
+        scale: What advantages are divided by: the standard deviation of each `group`, of the `batch`, or `none`.
+        keep: Share of each group's rows that are learnt from: those with the most extreme advantages.
         kl_reference: Weight of KL(mu || reference), exact over the vocabulary.
         kl_old: Weight of the mean over sub-policies of KL(pi_k,old || pi_k): the clip alone does not bound a policy
             that holds little responsibility.
@@ -41,16 +43,17 @@ class PPOConfig:
         temperature: Divides the logits of each proposal, in rollouts and updates alike.
     """
 
-    lr: float = 3e-3
+    lr: float = 4e-3
     final_lr: float = 0.2
     clip: float = 0.2
     epochs: int = 1
-    minibatches: int = 4
-    micro_tokens: int = 8192
+    minibatches: int = 6
+    micro_tokens: int = 2048
     advantage: str = "group"
-    scale_by_std: bool = True
+    scale: str = "group"
+    keep: float = 0.5
     kl_reference: float = 0.02
-    kl_old: float = 0.2
+    kl_old: float = 0.1
     entropy: float = 0.0
     max_grad_norm: float = 1.0
     temperature: float = 1.0
@@ -66,6 +69,8 @@ class PPOConfig:
                 at_least("minibatches", self.minibatches, 1),
                 at_least("micro_tokens", self.micro_tokens, 64),
                 one_of("advantage", self.advantage, ADVANTAGES),
+                one_of("scale", self.scale, SCALES),
+                in_range("keep", self.keep, 0, 1, include_low=False),
                 at_least("kl_reference", self.kl_reference, 0),
                 at_least("kl_old", self.kl_old, 0),
                 at_least("entropy", self.entropy, 0),

@@ -50,8 +50,8 @@ class RewardConfig:
     creativity: float = 0.1
     no_deal: float = 0.5
     irrational: float = -0.1
-    invalid: float = -0.6
-    refused: float = 0.1
+    invalid: float = -0.4
+    refused: float = 0.05
 
     def __post_init__(self) -> None:
         """Checks the weights and the order."""
@@ -60,7 +60,7 @@ class RewardConfig:
                 *(at_least(part, getattr(self, part), 0) for part in PARTS),
                 in_range("no_deal", self.no_deal, 0, 1),
                 in_range("irrational", self.irrational, -1, 0, include_high=False),
-                in_range("invalid", self.invalid, -2, self.irrational - 0.4),
+                in_range("invalid", self.invalid, -2, self.irrational - 0.2),
                 at_least("refused", self.refused, 0),
             ]
         )
@@ -196,7 +196,7 @@ def reward(config: RewardConfig, scenario: Scenario, episode: Episode, seat: int
     if episode.status == "invalid" and episode.blame == seat:
         relationship, total = 0.0, config.invalid
     elif deal and not rational:
-        total = config.irrational + 0.4 * max(surplus, -1.0)
+        total = config.irrational + 0.2 * max(surplus, -1.0)
     else:
         total = (
             config.economic * economic

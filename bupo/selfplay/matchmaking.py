@@ -35,7 +35,7 @@ class InteractConfig:
 
     dialogues: int = 0
     group_size: int = 8
-    self_play: float = 0.35
+    self_play: float = 0.25
     past: float = 0.1
     scripted: dict[str, float] | None = None
     league_every: int = 5
@@ -73,7 +73,7 @@ class InteractConfig:
         )
 
 
-SCRIPTED_SHARES = {"firm": 0.4, "eager": 0.35, "random": 0.15, "micro": 0.05, "tough": 0.05}
+SCRIPTED_SHARES = {"firm": 0.45, "eager": 0.4, "random": 0.08, "micro": 0.04, "tough": 0.03}
 """Opponents that hardly ever deal have a small share: they teach not to deal."""
 
 
@@ -107,8 +107,9 @@ def draw_seatings(
             opponent = str(rng.choice(league) if against_past else rng.choice(names, p=weights / weights.sum()))
             players = (LEARNER, opponent) if role == 0 else (opponent, LEARNER)
             learner = (role == 0, role == 1)
+        # One seed a group: what differs between its copies is what the learner did, not a scripted player's luck.
+        seed = int(rng.integers(2**31))
         seatings += [
-            Seating(scenario=scenario, players=players, seed=int(rng.integers(2**31)), learner=learner)
-            for _ in range(config.group_size)
+            Seating(scenario=scenario, players=players, seed=seed, learner=learner) for _ in range(config.group_size)
         ]
     return seatings

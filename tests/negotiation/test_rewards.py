@@ -234,9 +234,9 @@ def test_endings_by_hand():
     walked = talk(say(2, 0), say(0, 1, text=thanks), say(2, 0), f"{thanks} [Walk]")
     assert reward(CONFIG, SCENARIO, walked, 0).total == pytest.approx(0.3 * 0.5)
     caved = talk(say(2, 0), f"{thanks} [Accept]")  # 0 points: 40 of 60 below the limit
-    assert reward(CONFIG, SCENARIO, caved, 0).total == pytest.approx(-0.1 - 0.4 * 40 / 60)
+    assert reward(CONFIG, SCENARIO, caved, 0).total == pytest.approx(-0.1 - 0.2 * 40 / 60)
     broken = talk(say(2, 0), "hm", "hm")
-    assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.6 - 2 * 0.1)
+    assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.4 - 2 * 0.05)
     assert reward(CONFIG, SCENARIO, broken, 0).relationship == 0
     # The other side is not to blame: tone .5, else faultless, no deal: .3 * .5 * (.225 + .3 + .2 + .05).
     assert reward(CONFIG, SCENARIO, broken, 1).total == pytest.approx(0.3 * 0.5 * 0.775)
@@ -292,8 +292,8 @@ def test_invalid_is_worse_than_an_irrational_deal_worse_than_no_deal_worse_than_
 def test_irrational_deals_get_worse_with_the_loss():
     episode = talk(say(2, 0), "[Accept]")
     totals = [reward(CONFIG, SCENARIO, with_deal(SCENARIO, episode, o), 0).total for o in ((2, 0), (1, 0))]
-    assert totals[1] - totals[0] == pytest.approx(0.4 * 30 / 60)
-    assert totals[1] == pytest.approx(-0.1 - 0.4 * 10 / 60)
+    assert totals[1] - totals[0] == pytest.approx(0.2 * 30 / 60)
+    assert totals[1] == pytest.approx(-0.1 - 0.2 * 10 / 60)
 
 
 def frontier_steps(scenario, seat):
@@ -409,7 +409,7 @@ def test_weights_scale_their_parts_only():
         ({"economic": -0.1}, "economic"),
         ({"no_deal": 1.5}, "no_deal"),
         ({"irrational": 0.0}, "irrational"),
-        ({"invalid": -0.3}, "invalid"),
+        ({"invalid": -0.2}, "invalid"),
         ({"refused": -1}, "refused"),
     ],
 )
