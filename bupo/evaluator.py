@@ -103,7 +103,7 @@ class DynamicEvaluator:
                 has_responsibility = False
                 continue
             add("responsibility", responsibility_NK.sum(0))
-            advantage_N = micro.advantage_B.to(responsibility_NK)[past.row_N]
+            advantage_N = micro.advantage_BT.to(responsibility_NK)[micro.action_BT.to(responsibility_NK.device)]
             credits.append(difference_credit(advantage_N, responsibility_NK, played.weights_NK))
             owners.append(past.row_N + (piece << 20))
 

@@ -128,14 +128,14 @@ class TokenBatch:
         ids_BT: Token ids, [B, T].
         action_BT: True where the token was sampled by the learner, [B, T]; never true at position 0.
         length_B: Number of real tokens of each row, [B].
-        advantage_B: Advantage of the row's episode for this seat, [B].
+        advantage_BT: Advantage of each action token, zero elsewhere, [B, T].
         logp_rollout_BT: Log mu at sampling time, zero elsewhere, [B, T]; diagnostic only.
     """
 
     ids_BT: torch.Tensor
     action_BT: torch.Tensor
     length_B: torch.Tensor
-    advantage_B: torch.Tensor
+    advantage_BT: torch.Tensor
     logp_rollout_BT: torch.Tensor
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class TokenBatch:
             ids_BT=self.ids_BT[index, :width],
             action_BT=self.action_BT[index, :width],
             length_B=self.length_B[index],
-            advantage_B=self.advantage_B[index],
+            advantage_BT=self.advantage_BT[index, :width],
             logp_rollout_BT=self.logp_rollout_BT[index, :width],
         )
 

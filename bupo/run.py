@@ -107,7 +107,7 @@ class Config:
                 if too_many
                 else None,
                 "interact.group_size: group advantages need at least 2 copies; or take --ppo.advantage role"
-                if self.ppo.advantage == "group" and self.interact.group_size < 2
+                if self.ppo.advantage != "role" and self.interact.group_size < 2
                 else None,
             ]
         )

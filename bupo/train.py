@@ -20,9 +20,11 @@ from bupo.coordinators.base import GameCoordinator
 from bupo.evaluate import Evaluation, StageResult
 from bupo.evaluator import scorecard_metrics
 from bupo.learn.advantages import group_advantages, most_informative, role_advantages
-from bupo.learn.ppo import scheduled_lr, token_batch, update
+from bupo.learn.critic import fit_values, turn_advantages
+from bupo.learn.ppo import PPOConfig, scheduled_lr, token_batch, update
 from bupo.negotiation.rewards import PARTS, Reward, reward
 from bupo.negotiation.scenario import ROLES
+from bupo.negotiation.states import turn_states
 from bupo.policies.lockstep import Stacks
 from bupo.records import BalancePlan, Episode, TokenBatch
 from bupo.rollout.dialogues import Seating, play_dialogues
@@ -119,15 +121,53 @@ def interact(run: Run, bar: Any) -> Interaction:
         if index % config.interact.group_size == 0 and index // config.interact.group_size < SHOWN_PER_ITERATION:
             run.tracker.append("transcripts", transcript(run.iteration + 1, "train", episode, scored))
     reward_B = np.array(rewards)
-    if config.ppo.advantage == "group":
+    if config.ppo.advantage in ("group", "turn"):
         advantage_B = group_advantages(reward_B, np.array(groups), scale=config.ppo.scale)
     else:
         advantage_B = role_advantages(reward_B, np.array(roles), run.baselines, scale=config.ppo.scale)
     kept = most_informative(advantage_B, np.array(groups), config.ppo.keep)
-    batch = token_batch([rows[row] for row in kept], advantage_B[kept].tolist())
+    advantages: list[float] | list[list[float]] = advantage_B.tolist()
+    explained = None
+    if config.ppo.advantage == "turn":
+        advantages, explained = by_turn(records, reward_B, advantage_B, np.array(groups), config.ppo)
+    batch = token_batch([rows[row] for row in kept], [advantages[row] for row in kept])
     own = sum(sum(action) for _, action, _ in rows)
     metrics = interact_metrics(records) | {"interact/own_tokens": own, "interact/kept_rows": len(kept) / len(rows)}
+    metrics["interact/explained_variance"] = explained
     return Interaction(batch=batch, metrics=metrics | {"seconds/interact": time.perf_counter() - started})
+
+
+def by_turn(
+    records: Sequence[tuple[Seating, Episode, int, Reward]],
+    reward_B: np.ndarray,
+    advantage_B: np.ndarray,
+    group_B: np.ndarray,
+    config: PPOConfig,
+) -> tuple[list[list[float]], float]:
+    """Turn-level advantages, one for each own token, in the scale of the group advantages.
+
+    Returns:
+        Advantages by row and own token, and the share of the variance within groups that the critic explains.
+    """
+    _, index, count = np.unique(group_B, return_inverse=True, return_counts=True)
+    mean_B = (np.bincount(index, weights=reward_B) / count)[index]
+    # The group advantage tells by what its group was divided; where nothing differed there is nothing to scale.
+    gain_B = reward_B - mean_B
+    scale_B = np.where(np.abs(gain_B) > 1e-9, advantage_B / np.where(gain_B == 0, 1.0, gain_B), 0.0)
+    group_scale = np.zeros(len(count))
+    np.maximum.at(group_scale, index, scale_B)
+    states = [turn_states(seating.scenario, episode, seat) for seating, episode, seat, _ in records]
+    values = fit_values(reward_B, mean_B, states)
+    turns = turn_advantages(reward_B, values, config.lam)
+    lengths = [len(state) for state in states]
+    error = np.repeat(reward_B, lengths) - np.concatenate(values)
+    explained = 1 - float((error**2).sum() / max((np.repeat(gain_B, lengths) ** 2).sum(), 1e-12))
+    spans = [
+        [len(turn.tokens.action_ids) for turn in episode.turns if turn.seat == seat and turn.tokens is not None]
+        for _, episode, seat, _ in records
+    ]
+    scaled = [advantage * group_scale[index[row]] for row, advantage in enumerate(turns)]
+    return [np.repeat(advantage, spans[row]).tolist() for row, advantage in enumerate(scaled)], explained
 
 
 def learn(run: Run, batch: TokenBatch, bar: Any) -> dict[str, float]:

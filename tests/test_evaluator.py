@@ -81,11 +81,11 @@ def test_null_is_the_kl_of_each_policy_to_itself_when_it_acted(scene):
 
 def test_credit_and_responsibility_are_those_of_the_pool_that_acted(scene):
     forward, batch, acted, card = scene
-    pi, ids, row = proposals(forward, batch, acted)
+    pi, ids, _ = proposals(forward, batch, acted)
     at = pi[:, np.arange(len(ids)), ids]
     mu = np.asarray(WEIGHTS) @ at
     r = np.asarray(WEIGHTS)[:, None] * at / mu
-    advantage = batch.advantage_B.numpy()[row]
+    advantage = batch.advantage_BT[batch.action_BT].numpy()
     for k, name in enumerate(card.names):
         assert card.responsibility[name] == pytest.approx(r[k].mean(), abs=1e-5)
         assert card.weight[name] == pytest.approx(WEIGHTS[k], abs=1e-6)

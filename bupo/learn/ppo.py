@@ -18,7 +18,7 @@ from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.policies.pool import PolicyPool
 from bupo.records import Proposal, TokenBatch
 
-ADVANTAGES = ("group", "role")
+ADVANTAGES = ("turn", "group", "role")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,9 @@ class PPOConfig:
         epochs: Passes over an iteration's tokens.
         minibatches: Optimizer steps a pass.
         micro_tokens: Most tokens (padding included) in one forward; smaller saves memory and changes no number.
-        advantage: `group` (same scenario, role and opponent) or `role` (running mean of each role).
+        advantage: `group`: reward less the mean of the same scenario, role and opponent, for all own tokens alike;
+            `turn`: each own turn against a linear critic on top of that mean; `role`: less a running mean of the role.
+        lam: Lambda of `turn`; 1 trusts only final rewards, less trusts the critic more.
         scale: What advantages are divided by: the standard deviation of each `group`, of the `batch`, or `none`.
         keep: Share of each group's rows that are learnt from: those with the most extreme advantages.
         kl_reference: Weight of KL(mu || reference), exact over the vocabulary.
@@ -43,13 +45,14 @@ class PPOConfig:
         temperature: Divides the logits of each proposal, in rollouts and updates alike.
     """
 
-    lr: float = 4e-3
+    lr: float = 6e-3
     final_lr: float = 0.2
     clip: float = 0.2
     epochs: int = 1
     minibatches: int = 6
     micro_tokens: int = 2048
-    advantage: str = "group"
+    advantage: str = "turn"
+    lam: float = 0.95
     scale: str = "group"
     keep: float = 0.5
     kl_reference: float = 0.02
@@ -69,6 +72,7 @@ class PPOConfig:
                 at_least("minibatches", self.minibatches, 1),
                 at_least("micro_tokens", self.micro_tokens, 64),
                 one_of("advantage", self.advantage, ADVANTAGES),
+                in_range("lam", self.lam, 0, 1),
                 one_of("scale", self.scale, SCALES),
                 in_range("keep", self.keep, 0, 1, include_low=False),
                 at_least("kl_reference", self.kl_reference, 0),
@@ -291,7 +295,8 @@ def _loss(
     now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature, h_BTD)
     mixture = coordinator.combine(Proposal(logp_KNV=now.logp_KNV))
     logp_N = _gather(mixture.logp_NV, now.ids_N)
-    advantage_N = micro.advantage_B.to(logp_N)[now.row_N]
+    action_BT = micro.action_BT.to(logp_N.device)
+    advantage_N = micro.advantage_BT.to(logp_N)[action_BT]
     surrogate_N, ratio_N = clipped_surrogate(logp_N, old_N, advantage_N, config.clip)
     kl_reference_N = kl(mixture.logp_NV, reference_NV)
     kl_old_N = kl(old_KNV, now.logp_KNV).mean(0)
@@ -301,7 +306,7 @@ def _loss(
     ).sum()
     with torch.no_grad():
         clipped_N = ((ratio_N - 1).abs() > config.clip).float()
-        rollout_N = micro.logp_rollout_BT.to(logp_N)[micro.action_BT.to(logp_N.device)]
+        rollout_N = micro.logp_rollout_BT.to(logp_N)[action_BT]
         parts = {
             "loss": loss.detach(),
             "surrogate": surrogate_N.sum(),
@@ -323,13 +328,14 @@ def scheduled_lr(config: PPOConfig, iteration: int, iterations: int) -> float:
 
 
 def token_batch(
-    rows: Sequence[tuple[Sequence[int], Sequence[bool], Sequence[float]]], advantages: Sequence[float]
+    rows: Sequence[tuple[Sequence[int], Sequence[bool], Sequence[float]]],
+    advantages: Sequence[float | Sequence[float]],
 ) -> TokenBatch:
     """Pads rows into a batch.
 
     Args:
         rows: Ids, action mask and rollout log-probabilities of each row.
-        advantages: Advantage of each row.
+        advantages: Advantage of each row, one number or one for each of its own tokens.
 
     Returns:
         The right-padded batch.
@@ -338,14 +344,16 @@ def token_batch(
     ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
     action_BT = torch.zeros(len(rows), width, dtype=torch.bool)
     logp_BT = torch.zeros(len(rows), width)
+    advantage_BT = torch.zeros(len(rows), width)
     for i, (ids, action, logp) in enumerate(rows):
         ids_BT[i, : len(ids)] = torch.tensor(ids)
         action_BT[i, : len(ids)] = torch.tensor(action)
         logp_BT[i, : len(ids)] = torch.tensor(logp)
+        advantage_BT[i, action_BT[i]] = torch.tensor(advantages[i], dtype=torch.float32)
     return TokenBatch(
         ids_BT=ids_BT,
         action_BT=action_BT,
         length_B=torch.tensor([len(ids) for ids, _, _ in rows]),
-        advantage_B=torch.tensor(advantages, dtype=torch.float32),
+        advantage_BT=advantage_BT,
         logp_rollout_BT=logp_BT,
     )

@@ -24,6 +24,9 @@ class ScriptedPlayer(ABC):
     message any offer at or above its limit, and answers a hopeless last message by walking away.
     """
 
+    kept = 0.0
+    """Share of its surplus below which the player asks for nothing: u_min = reservation + kept (1 - reservation)."""
+
     def __init__(self, scenario: Scenario, seat: int, rng: np.random.Generator, phrases: PhraseBank) -> None:
         """Takes a seat.
 
@@ -39,6 +42,7 @@ class ScriptedPlayer(ABC):
         self.phrases = phrases
         self.tone = TONES[rng.integers(len(TONES))]
         self.profile = scenario.profiles[seat]
+        self.floor = self.profile.reservation + self.kept * (1 - self.profile.reservation)
         self.utility_N = scenario.utilities[seat]
         spans = np.array([max(len(issue.values) - 1, 1) for issue in scenario.issues])
         self.scaled = scenario.outcomes / spans
@@ -51,8 +55,7 @@ class ScriptedPlayer(ABC):
 
     def propose(self, view: View, target: float) -> Outcome:
         """The outcome worth at least `target` that looks most like the other side's offer, else the cheapest one."""
-        floor = max(target, self.profile.reservation)
-        good = np.flatnonzero(self.utility_N >= floor - 1e-9)
+        good = np.flatnonzero(self.utility_N >= max(target, self.floor) - 1e-9)
         if view.standing is None:
             cost = self.utility_N[good]
         else:
@@ -88,13 +91,13 @@ class ScriptedPlayer(ABC):
 
 
 class TimeDependent(ScriptedPlayer):
-    """u(t) = 1 - (1 - reservation) (t/T)^exponent."""
+    """u(t) = 1 - (1 - u_min) (t/T)^exponent."""
 
     exponent = 1.0
 
     def target(self, view: View) -> float:
         """Aspiration at this time."""
-        return 1 - (1 - self.profile.reservation) * self.clock(view) ** self.exponent
+        return 1 - (1 - self.floor) * self.clock(view) ** self.exponent
 
 
 class Boulware(TimeDependent):
@@ -114,15 +117,17 @@ class Conceder(TimeDependent):
 
 
 class Firm(TimeDependent):
-    """Training tactic between Linear and Boulware (e = 2)."""
+    """Training tactic between Linear and Boulware (e = 2); keeps a margin above its limit."""
 
     exponent = 2.0
+    kept = 0.12
 
 
 class Eager(TimeDependent):
-    """Training tactic between Conceder and Linear (e = 1/2)."""
+    """Training tactic between Conceder and Linear (e = 1/2); keeps a margin above its limit."""
 
     exponent = 0.5
+    kept = 0.12
 
 
 class TitForTat(ScriptedPlayer):
@@ -162,11 +167,13 @@ class Micro(ScriptedPlayer):
 
 
 class Random(ScriptedPlayer):
-    """Asks for a random outcome at or above its limit each time."""
+    """Asks for a random outcome each time, with a margin above its limit."""
+
+    kept = 0.12
 
     def target(self, view: View) -> float:
-        """A random utility among the rational outcomes."""
-        rational = self.utility_N[self.utility_N >= self.profile.reservation - 1e-9]
+        """A random utility among the outcomes that it asks for."""
+        rational = self.utility_N[self.utility_N >= self.floor - 1e-9]
         return float(self.rng.choice(rational))
 
     def propose(self, view: View, target: float) -> Outcome:

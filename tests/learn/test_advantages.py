@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bupo.learn.advantages import group_advantages, role_advantages
+from bupo.learn.advantages import group_advantages, most_informative, role_advantages
 
 
 def test_group_advantage_is_reward_less_group_mean():
@@ -62,9 +62,7 @@ def test_first_batch_of_a_role_uses_its_own_mean():
 
 def test_roles_do_not_touch_one_another():
     baselines = {"buyer": 0.0, "supplier": 1.0, "absent": 0.25}
-    got = role_advantages(
-        np.array([1.0, 1.0]), np.array(["buyer", "supplier"]), baselines, scale="none", decay=0.5
-    )
+    got = role_advantages(np.array([1.0, 1.0]), np.array(["buyer", "supplier"]), baselines, scale="none", decay=0.5)
     np.testing.assert_allclose(got, [1.0, 0.0])
     assert baselines == {"buyer": 0.5, "supplier": 1.0, "absent": 0.25}
 
@@ -72,3 +70,11 @@ def test_roles_do_not_touch_one_another():
 def test_scale_by_group_gives_every_group_unit_deviation():
     got = group_advantages(np.array([0.0, 2.0, 10.0, 10.2, 5.0, 5.0]), np.array([0, 0, 1, 1, 2, 2]), scale="group")
     np.testing.assert_allclose(got, [-1, 1, -1, 1, 0, 0], atol=1e-12)
+
+
+def test_the_most_extreme_rows_of_each_group_are_kept():
+    advantage = np.array([0.1, -2.0, 1.5, -0.1, 0.0, 0.0, 3.0, -3.0])
+    group = np.array(["a"] * 4 + ["b"] * 4)
+    assert most_informative(advantage, group, 0.5).tolist() == [1, 2, 6, 7]
+    assert most_informative(advantage, group, 1.0).tolist() == [0, 1, 2, 3, 6, 7]  # advantage 0 teaches nothing
+    assert most_informative(np.zeros(4), np.array([0, 0, 1, 1]), 0.5).tolist() == [0, 1, 2, 3]

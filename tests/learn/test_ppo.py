@@ -263,7 +263,7 @@ def test_loss_and_gradients_equal_a_naive_loss_through_peft_alone(monkeypatch, f
         mu = sum(w * p for w, p in zip(WEIGHTS, pi, strict=True))
         mu_old = sum(w * p for w, p in zip(WEIGHTS, pi_old, strict=True))
         for n, token in enumerate(ids[where].tolist()):
-            ratio, advantage = mu[n, token] / mu_old[n, token], batch.advantage_B[row].item()
+            ratio, advantage = mu[n, token] / mu_old[n, token], batch.advantage_BT[row][where[n]].item()
             ratios.append(ratio.item())
             clipped = ratio.clamp(0.9, 1.1)
             loss = -torch.minimum(ratio * advantage, clipped * advantage)
@@ -399,7 +399,7 @@ def test_gradient_that_is_not_finite_is_an_error_naming_the_policy_and_nothing_m
 def test_loss_that_is_not_finite_is_an_error():
     batch = tiny.batch()
     with pytest.raises(FloatingPointError, match="PPO loss is not finite"):
-        Learner().update(replace(batch, advantage_B=torch.full((6,), float("nan"))))
+        Learner().update(replace(batch, advantage_BT=torch.full_like(batch.advantage_BT, float("nan"))))
 
 
 def test_sync_keeps_the_adam_state_of_those_who_stay_and_gives_newcomers_none():
@@ -448,7 +448,7 @@ def test_token_batch_pads_on_the_right():
     assert batch.action_BT.tolist() == [[False, True, True], [False, False, False]]
     assert batch.logp_rollout_BT.tolist() == [[0, -1, -2], [0, 0, 0]]
     assert batch.length_B.tolist() == [3, 1]
-    assert batch.advantage_B.tolist() == [0.5, -1]
+    assert batch.advantage_BT.tolist() == [[0, 0.5, 0.5], [0, 0, 0]]
 
 
 @pytest.mark.parametrize(

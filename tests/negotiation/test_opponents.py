@@ -79,15 +79,22 @@ def hundred_talks():
 
 
 @pytest.mark.parametrize(
-    ("kind", "quarter"),
-    # t/T = 1/4 in round 2 of 5: 1 - .6 t^e with t^e = 1/256, 1/4, .70711, 1/16, 1/2.
-    [(Boulware, 0.99765625), (Linear, 0.85), (Conceder, 0.5757359), (Firm, 0.9625), (Eager, 0.7)],
+    ("kind", "quarter", "end"),
+    # t/T = 1/4 in round 2 of 5: 1 - .6 t^e with t^e = 1/256, 1/4, .70711, 1/16, 1/2. The training tactics end .12 of
+    # their surplus range above the limit of .4: at .472, 1 - .528 t^e.
+    [
+        (Boulware, 0.99765625, 0.4),
+        (Linear, 0.85, 0.4),
+        (Conceder, 0.5757359, 0.4),
+        (Firm, 0.967, 0.472),
+        (Eager, 0.736, 0.472),
+    ],
 )
-def test_time_dependent_aspiration_by_hand(kind, quarter):
+def test_time_dependent_aspiration_by_hand(kind, quarter, end):
     player = buyer(kind)
     assert player.target(view(1)) == pytest.approx(1.0)
     assert player.target(view(2)) == pytest.approx(quarter)
-    assert player.target(view(5)) == pytest.approx(0.4)
+    assert player.target(view(5)) == pytest.approx(end)
 
 
 @pytest.mark.parametrize("kind", [Boulware, Linear, Conceder, Firm, Eager])
