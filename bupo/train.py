@@ -120,16 +120,22 @@ def interact(run: Run, bar: Any) -> Interaction:
             records.append((seating, episode, seat, scored[seat]))
         if index % config.interact.group_size == 0 and index // config.interact.group_size < SHOWN_PER_ITERATION:
             run.tracker.append("transcripts", transcript(run.iteration + 1, "train", episode, scored))
-    reward_B = np.array(rewards)
-    if config.ppo.advantage in ("group", "turn"):
-        advantage_B = group_advantages(reward_B, np.array(groups), scale=config.ppo.scale)
-    else:
+    reward_B, group_B = np.array(rewards), np.array(groups)
+    if config.ppo.advantage == "role":
         advantage_B = role_advantages(reward_B, np.array(roles), run.baselines, scale=config.ppo.scale)
-    kept = most_informative(advantage_B, np.array(groups), config.ppo.keep)
+    else:
+        # A seat never speaks where the other side's refused messages end the talk at once; a copy that is left alone
+        # by that has nothing to be compared with.
+        _, index, count = np.unique(group_B, return_inverse=True, return_counts=True)
+        compared = count[index] > 1
+        advantage_B = np.zeros_like(reward_B)
+        if compared.any():
+            advantage_B[compared] = group_advantages(reward_B[compared], group_B[compared], scale=config.ppo.scale)
+    kept = most_informative(advantage_B, group_B, config.ppo.keep)
     advantages: list[float] | list[list[float]] = advantage_B.tolist()
     explained = None
     if config.ppo.advantage == "turn":
-        advantages, explained = by_turn(records, reward_B, advantage_B, np.array(groups), config.ppo)
+        advantages, explained = by_turn(records, reward_B, advantage_B, group_B, config.ppo)
     batch = token_batch([rows[row] for row in kept], [advantages[row] for row in kept])
     own = sum(sum(action) for _, action, _ in rows)
     metrics = interact_metrics(records) | {"interact/own_tokens": own, "interact/kept_rows": len(kept) / len(rows)}

@@ -49,7 +49,7 @@ def cache(tmp_path_factory):
 def config(cache):
     """A small run: seconds on one core."""
     small = Config(base="nano", iterations=4, nano=NANO, sft=SFT, interact=INTERACT, threads=1)
-    evaluation = replace(small.evaluation, size="quick", batch=512)
+    evaluation = replace(small.evaluation, size="quick", scenarios=2, batch=512)
     return replace(small, evaluation=evaluation)
 
 
@@ -187,7 +187,7 @@ def test_ctrl_c_leaves_a_usable_folder(config, whole, cache, tmp_path):
     arguments = ["--base", "nano", "--iterations", "500", "--output_dir", str(folder), "--threads", "1"]
     arguments += ["--nano.hidden", "64", "--nano.layers", "2", "--nano.ffn", "128", "--nano.vocab", "768"]
     arguments += ["--sft.dialogues", "150", "--interact.dialogues", "8", "--interact.group_size", "2"]
-    arguments += ["--interact.max_message_tokens", "40", "--evaluation.batch", "512"]
+    arguments += ["--interact.max_message_tokens", "40", "--evaluation.scenarios", "2"]
     recipe = Path(__file__).parents[1] / "recipes" / "negotiation.py"
     process = subprocess.Popen(
         [sys.executable, str(recipe), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -225,3 +225,29 @@ def test_all_mistakes_of_a_configuration_come_together():
         assert piece in text
     with pytest.raises(ConfigError, match=r"pool\.branch_layers"):
         parse(Config, ["--base", "nano", "--pool.branch_layers", "9"])
+
+
+def test_a_public_base_gets_an_sft_adapter_that_becomes_the_reference(config, cache, tmp_path):
+    """A local folder takes the path of any hub id: LoRA SFT, reference row, perturbed copies, one iteration."""
+    nano = prepare_nano(config.sft, config.nano, config.scenarios, Tracker(tmp_path))
+    sft = replace(config.sft, public_dialogues=6)
+    evaluation = replace(config.evaluation, scenarios=1)
+    folder = train(
+        replace(
+            config, base=str(nano), iterations=1, sft=sft, evaluation=evaluation, output_dir=str(tmp_path / "public")
+        )
+    )
+    (adapter,) = cache.glob("sft-*")
+    reference = load_file(adapter / "adapter_model.safetensors")
+    assert any(tensor.any() for key, tensor in reference.items() if "lora_B" in key)
+    trained = load_file(folder / "policies" / "p00" / "adapter_model.safetensors")
+    assert reference.keys() == trained.keys()
+    model, _ = load_pretrained(str(nano), torch.float32)
+    assert PeftModel.from_pretrained(model, str(adapter)).peft_config["default"].r == config.pool.rank
+    assert json.loads((folder / "summary.json").read_text())["complete"] is True
+    again = train(
+        replace(
+            config, base=str(nano), iterations=0, sft=sft, evaluation=evaluation, output_dir=str(tmp_path / "again")
+        )
+    )
+    assert len(list(cache.glob("sft-*"))) == 1 and (again / "summary.json").is_file()

@@ -31,7 +31,7 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 2
+FORMAT = 3
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
 
 

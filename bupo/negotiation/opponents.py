@@ -24,6 +24,9 @@ class ScriptedPlayer(ABC):
     message any offer at or above its limit, and answers a hopeless last message by walking away.
     """
 
+    steadiness = 0.0
+    """Reluctance to change issues of its own last offer, in the unit of normalised issue distance an issue."""
+
     kept = 0.0
     """Share of its surplus below which the player asks for nothing: u_min = reservation + kept (1 - reservation)."""
 
@@ -54,7 +57,10 @@ class ScriptedPlayer(ABC):
         """The own utility that the player asks for now."""
 
     def propose(self, view: View, target: float) -> Outcome:
-        """The outcome worth at least `target` that looks most like the other side's offer, else the cheapest one."""
+        """The outcome worth at least `target` that looks most like the other side's offer, else the cheapest one.
+
+        A player with `steadiness` would rather change few issues of its own last offer at a time.
+        """
         good = np.flatnonzero(self.utility_N >= max(target, self.floor) - 1e-9)
         if view.standing is None:
             cost = self.utility_N[good]
@@ -62,6 +68,9 @@ class ScriptedPlayer(ABC):
             spans = [max(len(issue.values) - 1, 1) for issue in self.scenario.issues]
             standing = np.asarray(view.standing) / np.asarray(spans)
             cost = np.abs(self.scaled[good] - standing).sum(1) + 0.5 * self.utility_N[good]
+        if view.own_last is not None:
+            changed = (self.scenario.outcomes[good] != np.asarray(view.own_last)).sum(1)
+            cost = cost + self.steadiness * changed
         best = good[np.flatnonzero(cost <= cost.min() + 1e-9)]
         return tuple(int(i) for i in self.scenario.outcomes[self.rng.choice(best)])
 
@@ -120,6 +129,7 @@ class Firm(TimeDependent):
     """Training tactic between Linear and Boulware (e = 2); keeps a margin above its limit."""
 
     exponent = 2.0
+    steadiness = 0.4
     kept = 0.12
 
 
@@ -127,6 +137,7 @@ class Eager(TimeDependent):
     """Training tactic between Conceder and Linear (e = 1/2); keeps a margin above its limit."""
 
     exponent = 0.5
+    steadiness = 0.4
     kept = 0.12
 
 
