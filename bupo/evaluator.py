@@ -27,7 +27,7 @@ class EvaluatorConfig:
         rows: Seats of the iteration that are looked at; more cost time and narrow the intervals.
     """
 
-    rows: int = 32
+    rows: int = 20
 
     def __post_init__(self) -> None:
         """Checks the size."""

@@ -68,7 +68,7 @@ class Config:
     """
 
     base: str = AUTO
-    iterations: int = 25
+    iterations: int = 22
     seed: int = 0
     output_dir: str = "runs/negotiation"
     resume: bool = False

@@ -45,13 +45,13 @@ class PPOConfig:
         temperature: Divides the logits of each proposal, in rollouts and updates alike.
     """
 
-    lr: float = 6e-3
+    lr: float = 4e-3
     final_lr: float = 0.2
     clip: float = 0.2
     epochs: int = 1
     minibatches: int = 6
     micro_tokens: int = 2048
-    advantage: str = "turn"
+    advantage: str = "group"
     lam: float = 0.95
     scale: str = "group"
     keep: float = 0.5
