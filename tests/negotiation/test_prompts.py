@@ -92,7 +92,7 @@ def test_turn_prompt_by_hand():
         "We can move. [Offer: price=20, days=7]\n(Round 3 of 8. Their offer: 30+40, +30. Your last: 60+0, +20.)"
     )
     # Supplier: 25 + 0 = 25, 5 below its limit; its own last, 0 + 50 = 50, is 20 above.
-    assert "Their offer: 25+0, -5. Your last: 0+50, +20." in turn_prompt(HAND, replace(VIEW, seat=1))
+    assert "Their offer: 25+0, 5 too low. Your last: 0+50, +20." in turn_prompt(HAND, replace(VIEW, seat=1))
 
 
 def test_the_opener_is_told_that_it_opens():

@@ -248,7 +248,7 @@ def test_each_refused_message_costs_the_seat_that_wrote_it():
     # Tone stays .5 and nothing else differs, but the reply that follows the gift is a refused one: -.3 of conduct.
     lost = 0.3 * 0.3
     assert reward(CONFIG, SCENARIO, stumbled, 0).total == pytest.approx(
-        reward(CONFIG, SCENARIO, clean, 0).total - 0.2 - lost
+        reward(CONFIG, SCENARIO, clean, 0).total - 2 * 0.05 - lost
     )
     assert reward(CONFIG, SCENARIO, stumbled, 1) == reward(CONFIG, SCENARIO, clean, 1)
 
