@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from bupo.learn.ppo import PolicyOptimizer
+from bupo.learn.optimizer import PolicyOptimizer
 from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import PolicyPool
 from bupo.selfplay.league import League

@@ -21,7 +21,8 @@ from bupo.coordinators.base import GameCoordinator
 from bupo.devices import PRECISIONS, compute_dtype, keep_memory, use_threads
 from bupo.evaluate import EvaluationConfig
 from bupo.evaluator import DynamicEvaluator, EvaluatorConfig
-from bupo.learn.ppo import PolicyOptimizer, PPOConfig
+from bupo.learn.optimizer import PolicyOptimizer
+from bupo.learn.ppo import PPOConfig
 from bupo.learn.warmstart import WarmstartConfig, prepare_base
 from bupo.negotiation.rewards import RewardConfig
 from bupo.negotiation.scenario import ScenarioConfig
@@ -225,7 +226,7 @@ def initialise(config: Config) -> Run:
         pool=pool,
         lockstep=lockstep,
         coordinator=coordinator,
-        optimizer=PolicyOptimizer(pool, config.ppo),
+        optimizer=PolicyOptimizer(pool, config.ppo.max_grad_norm),
         league=League(config.interact.league_size),
         evaluator=DynamicEvaluator(config.evaluator, config.ppo.micro_tokens, config.ppo.temperature),
         table=Table(

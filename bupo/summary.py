@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bupo.evaluate import Evaluation, StageResult
+from bupo.evaluate import Evaluation
 from bupo.evaluator import mean_null_kl, mean_pairwise_kl
+from bupo.measures import StageResult
 from bupo.records import Scorecard
 from bupo.tracking import Tracker
 

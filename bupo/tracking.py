@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
+
+from bupo.progress import ProgressBar, Silent, literal, shown
 
 METRICS = "metrics"
 CHECKPOINTS = "checkpoints"
-PLAIN_SECONDS = 15.0  # shortest time between two progress lines where the console is a log file
 
 Metric = SupportsFloat | str | None
 
@@ -64,14 +62,6 @@ def prepare_run_folder(path: str | Path, resume: bool = False) -> Path:
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-class ProgressBar(Protocol):
-    """What `Tracker.progress` yields."""
-
-    def update(self, advance: float = 1, note: str | None = None) -> None:
-        """Moves on by ``advance`` units; ``note`` replaces the free text (None keeps it)."""
-        ...
 
 
 class Tracker:
@@ -186,31 +176,15 @@ class Tracker:
             The bar; call its ``update(advance=1, note="reward 0.42")``.
         """
         if not self.is_main:
-            yield _Silent()
-        elif self.console.is_interactive:
-            with Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=30),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[unit]}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("left", style="progress.remaining"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}", markup=False),
-                console=self.console,
-            ) as display:
-                yield _Bar(display, description, total, unit)
-        else:
-            lines = _Lines(self.console, description, total, unit)
-            try:
-                yield lines
-            finally:
-                lines.close()
+            yield Silent()
+            return
+        with shown(self.console, description, total, unit) as bar:
+            yield bar
 
     def say(self, text: str, style: str | None = None) -> None:
         """Prints a line, literally, in an optional rich style (for example ``"bold"``)."""
         if self.is_main:
-            self.console.print(_literal(text), style=style, soft_wrap=True)
+            self.console.print(literal(text), style=style, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Prints a warning, each distinct text once."""
@@ -226,13 +200,13 @@ class Tracker:
         """
         if not self.is_main:
             return
-        table = Table(title=_literal(title), title_justify="left")
+        table = Table(title=literal(title), title_justify="left")
         for index, column in enumerate(columns):
-            table.add_column(_literal(column), justify="right" if index else "left")
+            table.add_column(literal(column), justify="right" if index else "left")
         for row in rows:
             if len(row) != len(columns):
                 raise ValueError(f"a row of {title!r} has {len(row)} cells for {len(columns)} columns: {list(row)}")
-            table.add_row(*(_literal(_cell(value)) for value in row))
+            table.add_row(*(literal(_cell(value)) for value in row))
         self.console.print(table)
 
     def _append_line(self, name: str, record: Any) -> None:
@@ -262,79 +236,10 @@ class Tracker:
         return value
 
 
-class _Silent:
-    def update(self, advance: float = 1, note: str | None = None) -> None:
-        pass
-
-
-class _Bar:
-    def __init__(self, display: Progress, description: str, total: float | None, unit: str) -> None:
-        self._display = display
-        self._task = display.add_task(description, total=total, unit=unit, note="")
-
-    def update(self, advance: float = 1, note: str | None = None) -> None:
-        if note is not None:
-            self._display.update(self._task, note=_literal(note).plain.replace("\n", " "))
-        self._display.update(self._task, advance=advance)
-
-
-class _Lines:
-    """Progress for consoles that keep every line, such as a CI log."""
-
-    def __init__(
-        self,
-        console: Console,
-        description: str,
-        total: float | None,
-        unit: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console, self._description, self._total, self._unit = console, description, total, unit
-        self._clock = clock
-        self._start = self._last = clock()
-        self._done = 0.0
-        self._note = ""
-
-    def update(self, advance: float = 1, note: str | None = None) -> None:
-        self._done += advance
-        self._note = self._note if note is None else note
-        if self._clock() - self._last >= PLAIN_SECONDS:
-            self._last = self._clock()
-            self._print(self._remaining())
-
-    def close(self) -> None:
-        self._print("")
-
-    def _remaining(self) -> str:
-        if self._total is None or not 0 < self._done < self._total:
-            return ""
-        seconds = (self._clock() - self._start) / self._done * (self._total - self._done)
-        return f", about {_duration(seconds)} left"
-
-    def _print(self, remaining: str) -> None:
-        count = f"{self._done:g}" if self._total is None else f"{self._done:g}/{self._total:g}"
-        elapsed = _duration(self._clock() - self._start)
-        line = f"{self._description}: {count} {self._unit}".rstrip() + f", {elapsed}{remaining}"
-        if self._note:
-            line += "  " + self._note.replace("\n", " ")
-        self._console.print(_literal(line), soft_wrap=True)
-
-
-def _literal(text: str) -> Text:
-    """Text that rich shows as it is: no markup, no emoji codes, no control characters but newline and tab."""
-    return Text("".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160)))
-
-
 def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def _is_kept(line: str, iteration: int) -> bool:

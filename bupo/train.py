@@ -17,11 +17,12 @@ from bupo.balancer import apply_balance, plan_balance
 from bupo.checkpoint import checkpoints
 from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.coordinators.base import GameCoordinator
-from bupo.evaluate import Evaluation, StageResult
+from bupo.evaluate import Evaluation
 from bupo.evaluator import scorecard_metrics
 from bupo.learn.advantages import group_advantages, most_informative, role_advantages
 from bupo.learn.critic import fit_values, turn_advantages
 from bupo.learn.ppo import PPOConfig, scheduled_lr, token_batch, update
+from bupo.measures import StageResult
 from bupo.negotiation.rewards import PARTS, Reward, reward
 from bupo.negotiation.scenario import ROLES
 from bupo.negotiation.states import turn_states

@@ -9,7 +9,8 @@ import torch
 
 from bupo.checkpoint import KEPT, checkpoints, load_checkpoint, save_checkpoint
 from bupo.coordinators import CoordinatorConfig, build_coordinator
-from bupo.learn.ppo import PolicyOptimizer, PPOConfig, update
+from bupo.learn.optimizer import PolicyOptimizer
+from bupo.learn.ppo import PPOConfig, update
 from bupo.policies.lockstep import Lockstep
 from bupo.selfplay.league import League
 
@@ -22,7 +23,7 @@ class Run:
     def __init__(self, seed=0):
         self.pool = tiny.pool()
         self.lockstep = Lockstep(self.pool)
-        self.optimizer = PolicyOptimizer(self.pool, PPO)
+        self.optimizer = PolicyOptimizer(self.pool, PPO.max_grad_norm)
         self.league = League(4)
         self.rng = np.random.default_rng(seed)
         self.generators = {"shuffle": torch.Generator().manual_seed(seed), "noise": torch.Generator().manual_seed(9)}

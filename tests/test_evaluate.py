@@ -8,47 +8,30 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny import HAND
 
 from bupo.config import ConfigError
 from bupo.evaluate import (
     LEARNER,
-    MEASURES,
     Evaluation,
     EvaluationConfig,
-    Measured,
-    StageResult,
-    measure,
-    measure_all,
     protocol,
     stratified_scenarios,
 )
 from bupo.learn.demonstrations import SFT_SEEDS, SPEAKERS, scripted_dialogues
 from bupo.learn.warmstart import WarmstartConfig
+from bupo.measures import MEASURES, Measured, StageResult, measure, measure_all
 from bupo.negotiation.dialogue import Dialogue
 from bupo.negotiation.frontier import analyse
 from bupo.negotiation.opponents import EVALUATION_OPPONENTS, TRAINING_OPPONENTS, TimeDependent
 from bupo.negotiation.phrases import EVALUATION_PHRASES, TRAINING_PHRASES
-from bupo.negotiation.scenario import Issue, Profile, Scenario, ScenarioConfig, fingerprint, procurement
+from bupo.negotiation.scenario import ScenarioConfig, fingerprint, procurement
 from bupo.rollout.dialogues import Seating
 from bupo.selfplay.matchmaking import SCRIPTED_SHARES, TRAINING_SEEDS, InteractConfig, draw_seatings
 
 SCENARIOS = ScenarioConfig()
 
-# Points of (buyer, supplier): (0,0) 60/50, (0,1) 100/0, (1,0) 30/75, (1,1) 70/25, (2,0) 0/100, (2,1) 40/50.
-# Nash point (0,0) with gains .2 and .2.
-HAND = Scenario(
-    name="hand",
-    issues=(
-        Issue(name="price", label="price", unit="USD", values=(10, 20, 30)),
-        Issue(name="days", label="days", unit="days", values=(1, 2)),
-    ),
-    profiles=(
-        Profile(points=((60, 30, 0), (0, 40)), limit=40, company="B"),
-        Profile(points=((0, 25, 50), (50, 0)), limit=30, company="S"),
-    ),
-    rounds=4,
-    opener=0,
-)
+HAND = replace(HAND, rounds=4, opener=0)
 
 
 @pytest.fixture(scope="module")

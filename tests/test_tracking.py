@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bupo import tracking
+from bupo import progress
 from bupo.tracking import RunFolderError, Tracker, prepare_run_folder
 
 
@@ -158,7 +158,7 @@ def test_table_rounds_floats_and_checks_rows(tmp_path):
 def test_a_log_file_gets_a_line_every_fifteen_seconds_and_one_at_the_end(tmp_path):
     made = tracker(tmp_path)
     now = [0.0]
-    bar = tracking._Lines(made.console, "interact", 40, "dialogues", clock=lambda: now[0])
+    bar = progress._Lines(made.console, "interact", 40, "dialogues", clock=lambda: now[0])
     for _ in range(40):
         now[0] += 2.0
         bar.update(note=f"reward {now[0] / 100:.2f}")

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bupo.learn.ppo import token_batch
+from bupo.negotiation.scenario import Issue, Profile, Scenario
 from bupo.policies.bases import Base
 from bupo.policies.chat import ChatFormat
 from bupo.policies.lockstep import Lockstep, freeze
@@ -22,6 +23,22 @@ TEXTS = (
     "I can offer a price of 880 with payment in 30 days. [Accept]",
     "That is too much for us. Let us meet at 900 and 45 days. [Walk]",
     "We buy one million units a year and ask for a fair contract.",
+)
+
+# Points of (buyer, supplier): (0,0) 60/50, (0,1) 100/0, (1,0) 30/75, (1,1) 70/25, (2,0) 0/100, (2,1) 40/50.
+# (2,1) is dominated by (0,0). At or above both limits: (0,0), the Nash point, gains .2 and .2, and (2,1), 0 and .2.
+HAND = Scenario(
+    name="hand",
+    issues=(
+        Issue(name="price", label="price", unit="USD", values=(10, 20, 30)),
+        Issue(name="days", label="days", unit="days", values=(1, 2)),
+    ),
+    profiles=(
+        Profile(points=((60, 30, 0), (0, 40)), limit=40, company="B"),
+        Profile(points=((0, 25, 50), (50, 0)), limit=30, company="S"),
+    ),
+    rounds=8,
+    opener=1,
 )
 
 

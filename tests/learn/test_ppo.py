@@ -8,7 +8,8 @@ import torch
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.learn import ppo
-from bupo.learn.ppo import PolicyOptimizer, PPOConfig, micro_batches, scheduled_lr, score, token_batch, update
+from bupo.learn.optimizer import PolicyOptimizer
+from bupo.learn.ppo import PPOConfig, micro_batches, scheduled_lr, score, token_batch, update
 from bupo.policies.lockstep import Lockstep
 from bupo.records import TokenBatch
 
@@ -25,7 +26,7 @@ class Learner:
         self.forward = Lockstep(self.pool)
         self.config = config
         self.mixer = build_coordinator(CoordinatorConfig(weights=weights), 3)
-        self.optimizer = PolicyOptimizer(self.pool, config)
+        self.optimizer = PolicyOptimizer(self.pool, config.max_grad_norm)
 
     def update(self, batch, lr=1e-2, seed=0, **settings):
         return update(

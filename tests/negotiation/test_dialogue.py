@@ -1,25 +1,14 @@
 """bupo.negotiation.dialogue: the record of a talk says exactly what happened, also when it went wrong."""
 
+from dataclasses import replace
+
 import pytest
+from tiny import HAND
 
 from bupo.negotiation.dialogue import Dialogue, play
-from bupo.negotiation.scenario import Issue, Profile, Scenario
 from bupo.records import TokenSpan
 
-# Points of (buyer, supplier): (0,0) 60/50, (0,1) 100/0, (1,0) 30/75, (1,1) 70/25, (2,0) 0/100, (2,1) 40/50.
-SCENARIO = Scenario(
-    name="hand",
-    issues=(
-        Issue(name="price", label="price", unit="USD", values=(10, 20, 30)),
-        Issue(name="days", label="days", unit="days", values=(1, 2)),
-    ),
-    profiles=(
-        Profile(points=((60, 30, 0), (0, 40)), limit=40, company="B"),
-        Profile(points=((0, 25, 50), (50, 0)), limit=30, company="S"),
-    ),
-    rounds=3,
-    opener=1,
-)
+SCENARIO = replace(HAND, rounds=3)
 HIGH, LOW, MIDDLE = "[Offer: price=30, days=1]", "[Offer: price=10, days=2]", "[Offer: price=10, days=1]"
 
 

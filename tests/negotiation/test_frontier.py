@@ -6,25 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import HAND
 
 from bupo.negotiation.frontier import analyse, nash_ratio, pareto_distance, pareto_mask
-from bupo.negotiation.scenario import Issue, Profile, Scenario, ScenarioConfig, procurement
-
-# Points of (buyer, supplier): (0,0) 60/50, (0,1) 100/0, (1,0) 30/75, (1,1) 70/25, (2,0) 0/100, (2,1) 40/50.
-# (2,1) is dominated by (0,0). At or above both limits: (0,0), gains .2 and .2, and (2,1), gains 0 and .2.
-HAND = Scenario(
-    name="hand",
-    issues=(
-        Issue(name="price", label="price", unit="USD", values=(10, 20, 30)),
-        Issue(name="days", label="days", unit="days", values=(1, 2)),
-    ),
-    profiles=(
-        Profile(points=((60, 30, 0), (0, 40)), limit=40, company="B"),
-        Profile(points=((0, 25, 50), (50, 0)), limit=30, company="S"),
-    ),
-    rounds=8,
-    opener=0,
-)
+from bupo.negotiation.scenario import ScenarioConfig, procurement
 
 
 def dominated(pairs, index):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny import HAND as SCENARIO
 
 from bupo.config import ConfigError
 from bupo.negotiation.dialogue import Dialogue, play
@@ -22,26 +23,12 @@ from bupo.negotiation.rewards import (
     reward,
     tone,
 )
-from bupo.negotiation.scenario import Issue, Profile, Scenario, ScenarioConfig, procurement
+from bupo.negotiation.scenario import Scenario, ScenarioConfig, procurement
 from bupo.records import Episode
 
 CONFIG = RewardConfig()
 EVERYONE = [*TRAINING_OPPONENTS, *EVALUATION_OPPONENTS]
 
-# Points of (buyer, supplier): (0,0) 60/50, (0,1) 100/0, (1,0) 30/75, (1,1) 70/25, (2,0) 0/100, (2,1) 40/50.
-SCENARIO = Scenario(
-    name="hand",
-    issues=(
-        Issue(name="price", label="price", unit="USD", values=(10, 20, 30)),
-        Issue(name="days", label="days", unit="days", values=(1, 2)),
-    ),
-    profiles=(
-        Profile(points=((60, 30, 0), (0, 40)), limit=40, company="B"),
-        Profile(points=((0, 25, 50), (50, 0)), limit=30, company="S"),
-    ),
-    rounds=8,
-    opener=1,
-)
 BUYER, SUPPLIER = SCENARIO.profiles
 
 
