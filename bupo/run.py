@@ -69,7 +69,7 @@ class Config:
     """
 
     base: str = AUTO
-    iterations: int = 22
+    iterations: int = 34
     seed: int = 0
     output_dir: str = "runs/negotiation"
     resume: bool = False

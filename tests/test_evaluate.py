@@ -18,7 +18,7 @@ from bupo.evaluate import (
     protocol,
     stratified_scenarios,
 )
-from bupo.learn.demonstrations import SFT_SEEDS, SPEAKERS, scripted_dialogues
+from bupo.learn.demonstrations import HEARD, IMITATED, SFT_SEEDS, scripted_dialogues
 from bupo.learn.warmstart import WarmstartConfig
 from bupo.measures import MEASURES, Measured, StageResult, measure, measure_all
 from bupo.negotiation.dialogue import Dialogue
@@ -174,7 +174,7 @@ def bank_sentences(bank):
 
 
 def test_evaluation_opponents_are_never_met_in_training_or_sft():
-    seen = {*TRAINING_OPPONENTS, *SPEAKERS, *SCRIPTED_SHARES}
+    seen = {*TRAINING_OPPONENTS, *HEARD, *IMITATED, *SCRIPTED_SHARES}
     assert not seen & set(EVALUATION_OPPONENTS)
     assert not set(TRAINING_OPPONENTS.values()) & set(EVALUATION_OPPONENTS.values())
     assert {n for d in scripted_dialogues(60, SCENARIOS, 0) for n in d.players} <= set(TRAINING_OPPONENTS)

@@ -17,17 +17,20 @@ SFT_SEEDS = 500_000
 SFT_SPAN = 400_000
 """Number of SFT scenario seeds."""
 
-SPEAKERS = {"firm": 0.42, "eager": 0.38, "random": 0.08, "micro": 0.07, "tough": 0.05}
+IMITATED = {"firm": 0.7, "eager": 0.3}
+"""Shares of the players that SFT imitates: those that close nearly every deal worth closing."""
+HEARD = {"firm": 0.42, "eager": 0.38, "random": 0.08, "micro": 0.07, "tough": 0.05}
+"""Shares of the players on the other side, whose messages are imitated only where they are in `IMITATED`."""
 
 
 def scripted_dialogues(count: int, scenarios: ScenarioConfig, seed: int) -> list[Dialogue]:
-    """Dialogues between training players: what SFT imitates."""
-    names, weights = list(SPEAKERS), list(SPEAKERS.values())
+    """Dialogues between training players, at least one of them to be imitated."""
     dialogues = []
     for index in range(count):
         rng = np.random.default_rng([seed, index])
         scenario = procurement(scenarios, SFT_SEEDS + (seed * 104_729 + index) % SFT_SPAN)
-        pair = (str(rng.choice(names, p=weights)), str(rng.choice(names, p=weights)))
+        own, other = (str(rng.choice(list(shares), p=list(shares.values()))) for shares in (IMITATED, HEARD))
+        pair = (own, other) if rng.random() < 0.5 else (other, own)
         talkers = (seat_player(pair[0], scenario, 0, rng), seat_player(pair[1], scenario, 1, rng))
         dialogues.append(play(scenario, pair, talkers))
     return dialogues
@@ -85,12 +88,13 @@ def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 def examples(
     chat: ChatFormat, dialogues: Sequence[Dialogue], *, notes: bool, reworded: float, seed: int
 ) -> list[dict[str, list[int]]]:
-    """Both seats of all dialogues."""
+    """All seats of these dialogues that are to be imitated."""
     rng = np.random.default_rng([seed, 0xC4])
     found = (
         seat_example(chat, dialogue, seat, notes=notes, reworded=reworded, rng=rng)
         for dialogue in dialogues
         for seat in (0, 1)
+        if dialogue.players[seat] in IMITATED
     )
     return [example for example in found if example is not None]
 

@@ -27,6 +27,8 @@ class PPOConfig:
 
     Attributes:
         lr: Learning rate of the adapters (Adam).
+        warmup: Iterations over which the learning rate rises to `lr`: Adam's first steps are as long as its later ones
+            though it knows little yet, and what they break has to be learnt again.
         final_lr: Learning rate of the last iteration as a share of `lr`; linear decay.
         clip: Half-width of the trusted range of the mixture's ratio.
         epochs: Passes over an iteration's tokens.
@@ -45,27 +47,29 @@ class PPOConfig:
         temperature: Divides the logits of each proposal, in rollouts and updates alike.
     """
 
-    lr: float = 4e-3
+    lr: float = 6e-3
+    warmup: int = 3
     final_lr: float = 0.2
     clip: float = 0.2
     epochs: int = 1
     minibatches: int = 6
     micro_tokens: int = 2048
-    advantage: str = "group"
-    lam: float = 0.95
+    advantage: str = "turn"
+    lam: float = 0.9
     scale: str = "group"
     keep: float = 0.5
-    kl_reference: float = 0.02
+    kl_reference: float = 0.15
     kl_old: float = 0.1
     entropy: float = 0.0
     max_grad_norm: float = 1.0
-    temperature: float = 1.0
+    temperature: float = 0.7
 
     def __post_init__(self) -> None:
         """Checks the values."""
         raise_problems(
             [
                 at_least("lr", self.lr, 0),
+                at_least("warmup", self.warmup, 0),
                 in_range("final_lr", self.final_lr, 0, 1),
                 in_range("clip", self.clip, 0, 1, include_low=False),
                 at_least("epochs", self.epochs, 1),
@@ -252,9 +256,10 @@ def _loss(
 
 
 def scheduled_lr(config: PPOConfig, iteration: int, iterations: int) -> float:
-    """Learning rate of an iteration (from 0): linear from `lr` to `final_lr * lr` at the last one."""
+    """Learning rate of an iteration (from 0): a rise, then linear from `lr` to `final_lr * lr` at the last one."""
     progress = iteration / max(iterations - 1, 1)
-    return config.lr * (1 - (1 - config.final_lr) * progress)
+    rise = min((iteration + 1) / (config.warmup + 1), 1.0)
+    return config.lr * rise * (1 - (1 - config.final_lr) * progress)
 
 
 def token_batch(

@@ -31,7 +31,7 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 3
+FORMAT = 5
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
 
 
@@ -40,7 +40,7 @@ class WarmstartConfig:
     """SFT before any reinforcement learning.
 
     Attributes:
-        dialogues: Scripted dialogues to learn from when a nano base is trained; both seats of each are examples.
+        dialogues: Scripted dialogues to learn from when a nano base is trained; each gives one or two examples.
         lr: Peak learning rate for a nano base.
         public_dialogues: Scripted dialogues for a public base.
         public_lr: Peak learning rate of a public base's LoRA.
@@ -50,7 +50,7 @@ class WarmstartConfig:
         seed: Seeds data and weights; apart from the run's seed, so that runs share a cached base.
     """
 
-    dialogues: int = 3500
+    dialogues: int = 4600
     lr: float = 4e-3
     public_dialogues: int = 40
     public_lr: float = 1e-3

@@ -24,9 +24,6 @@ class ScriptedPlayer(ABC):
     message any offer at or above its limit, and answers a hopeless last message by walking away.
     """
 
-    steadiness = 0.0
-    """Reluctance to change issues of its own last offer, in the unit of normalised issue distance an issue."""
-
     kept = 0.0
     """Share of its surplus below which the player asks for nothing: u_min = reservation + kept (1 - reservation)."""
 
@@ -57,10 +54,7 @@ class ScriptedPlayer(ABC):
         """The own utility that the player asks for now."""
 
     def propose(self, view: View, target: float) -> Outcome:
-        """The outcome worth at least `target` that looks most like the other side's offer, else the cheapest one.
-
-        A player with `steadiness` would rather change few issues of its own last offer at a time.
-        """
+        """The outcome worth at least `target` that looks most like the other side's offer, else the cheapest one."""
         good = np.flatnonzero(self.utility_N >= max(target, self.floor) - 1e-9)
         if view.standing is None:
             cost = self.utility_N[good]
@@ -68,9 +62,6 @@ class ScriptedPlayer(ABC):
             spans = [max(len(issue.values) - 1, 1) for issue in self.scenario.issues]
             standing = np.asarray(view.standing) / np.asarray(spans)
             cost = np.abs(self.scaled[good] - standing).sum(1) + 0.5 * self.utility_N[good]
-        if view.own_last is not None:
-            changed = (self.scenario.outcomes[good] != np.asarray(view.own_last)).sum(1)
-            cost = cost + self.steadiness * changed
         best = good[np.flatnonzero(cost <= cost.min() + 1e-9)]
         return tuple(int(i) for i in self.scenario.outcomes[self.rng.choice(best)])
 
@@ -125,20 +116,45 @@ class Conceder(TimeDependent):
     exponent = 0.25
 
 
-class Firm(TimeDependent):
+class Stepwise(TimeDependent):
+    """A time-dependent player that moves its last offer step by step towards the other side's, cheapest issue first.
+
+    Giving where it costs least is what logrolling asks of each side; and each message differs from the player's last
+    one by a step or two, which a small model can learn to do.
+    """
+
+    kept = 0.12
+
+    def propose(self, view: View, target: float) -> Outcome:
+        """Its last offer, moved towards the other side's as far as `target` allows."""
+        if view.own_last is None or view.standing is None:
+            return super().propose(view, target)
+        offer = list(view.own_last)
+        spare = self.profile.score(view.own_last) - 100 * max(target, self.floor) + 1e-6
+
+        def loss(issue: int) -> int:
+            """Points lost by the next step on an issue."""
+            table, ahead = self.profile.points[issue], view.standing[issue] > offer[issue]
+            return table[offer[issue]] - table[offer[issue] + (1 if ahead else -1)]
+
+        open_issues = [issue for issue, value in enumerate(view.standing) if value != offer[issue]]
+        for issue in sorted(open_issues, key=loss):
+            while offer[issue] != view.standing[issue] and loss(issue) <= spare:
+                spare -= loss(issue)
+                offer[issue] += 1 if view.standing[issue] > offer[issue] else -1
+        return tuple(offer)
+
+
+class Firm(Stepwise):
     """Training tactic between Linear and Boulware (e = 2); keeps a margin above its limit."""
 
     exponent = 2.0
-    steadiness = 0.4
-    kept = 0.12
 
 
-class Eager(TimeDependent):
+class Eager(Stepwise):
     """Training tactic between Conceder and Linear (e = 1/2); keeps a margin above its limit."""
 
     exponent = 0.5
-    steadiness = 0.4
-    kept = 0.12
 
 
 class TitForTat(ScriptedPlayer):

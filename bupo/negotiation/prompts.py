@@ -45,33 +45,37 @@ def system_prompt(scenario: Scenario, seat: int) -> str:
     return (
         f"{role} Each value of an issue gives you points:\n{issues}\n"
         f"The best contract gives you 100 points. Your limit is {own.limit} points: no contract is better than less. "
-        "Notes give an offer's points by issue and how far the sum is above your limit or too low. Keep them private.\n"
+        "Notes tell how many points an offer is above your limit or too low. Keep them private.\n"
         f"Write one or two sentences and exactly one action: {example}, [Accept] or [Walk]."
     )
 
 
 def _rating(profile: Profile, outcome: Outcome) -> str:
-    """Points of each issue, and the sum against the limit: `24+30+8, +17` or `6+0+8, 31 too low`.
+    """Points against the limit: `+17` or `31 too low`.
 
     Offers above and below the limit differ in words, not in a sign alone: small models overlook signs.
     """
-    parts = "+".join(str(table[index]) for table, index in zip(profile.points, outcome, strict=True))
     margin = profile.score(outcome) - profile.limit
-    return f"{parts}, +{margin}" if margin >= 0 else f"{parts}, {-margin} too low"
+    return f"+{margin}" if margin >= 0 else f"{-margin} too low"
 
 
 def turn_prompt(scenario: Scenario, view: View) -> str:
-    """The message that a seat answers: the other side's words on one line, then the note."""
+    """The message that a seat answers: the other side's words on one line, then the note.
+
+    The note ends with what decides between accepting and going on (their offer, then the time left), closest to the
+    reply: a small base learns to read it there within minutes of SFT, and hardly at all from the middle of a note.
+    """
     profile = scenario.profiles[view.seat]
-    parts = [f"Round {view.round} of {view.rounds}."]
-    if view.round == view.rounds:
-        parts.append("You have the last word." if view.last_word else "They have the last word.")
+    parts = []
     if view.refusal is not None:
         parts.append(f"Your message was refused: {view.refusal}.")
-    if view.standing is not None:
-        parts.append(f"Their offer: {_rating(profile, view.standing)}.")
     if view.own_last is not None:
         parts.append(f"Your last: {_rating(profile, view.own_last)}.")
+    if view.standing is not None:
+        parts.append(f"Their offer: {_rating(profile, view.standing)}.")
+    if view.round == view.rounds:
+        parts.append("You have the last word." if view.last_word else "They have the last word.")
+    parts.append(f"Round {view.round} of {view.rounds}.")
     note = f"({' '.join(parts)})"
     if view.other_text is None:
         return f"You open.\n{note}"

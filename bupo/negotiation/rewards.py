@@ -38,7 +38,7 @@ class RewardConfig:
         relationship: Weight of how the talk was conducted.
         efficiency: Weight of the rounds saved.
         creativity: Weight of new packages that trade across issues.
-        no_deal: Share of the relationship part that remains without a deal.
+        no_deal: Total without a deal, whoever broke it off: time spent and a relationship worse than before.
         irrational: Total of a deal at the reservation's edge from below; it falls further with the loss.
         invalid: Total for the seat whose refused messages ended the talk.
         refused: Taken off the total for each refused message, also when the retry was fine.
@@ -48,9 +48,9 @@ class RewardConfig:
     relationship: float = 0.3
     efficiency: float = 0.1
     creativity: float = 0.1
-    no_deal: float = 0.5
-    irrational: float = -0.1
-    invalid: float = -0.4
+    no_deal: float = -0.2
+    irrational: float = -0.3
+    invalid: float = -0.6
     refused: float = 0.05
 
     def __post_init__(self) -> None:
@@ -58,9 +58,9 @@ class RewardConfig:
         raise_problems(
             [
                 *(at_least(part, getattr(self, part), 0) for part in PARTS),
-                in_range("no_deal", self.no_deal, 0, 1),
-                in_range("irrational", self.irrational, -1, 0, include_high=False),
-                in_range("invalid", self.invalid, -2, self.irrational - 0.2),
+                in_range("no_deal", self.no_deal, -1, 0),
+                in_range("irrational", self.irrational, -2, self.no_deal, include_high=False),
+                in_range("invalid", self.invalid, -3, self.irrational - 0.2),
                 at_least("refused", self.refused, 0),
             ]
         )
@@ -104,27 +104,15 @@ def _offers(turns: Sequence[Turn], seat: int) -> list[tuple[int, tuple[int, ...]
     ]
 
 
-def reciprocity(turns: Sequence[Turn], seat: int, profile: Profile) -> float:
-    """Share of the other side's concessions (in the seat's own utility) that it answered by accepting or moving.
+def good_faith(turns: Sequence[Turn], seat: int, profile: Profile) -> float:
+    """1 less the share of own counter-offers that take back what the offer before gave (regressive bargaining).
 
-    A move is a new package that asks for less; standing still or asking for more is not. 1 where there was nothing to
-    answer.
+    Taking back means asking for more in the seat's own utility; standing firm is not bad faith. 1 without
+    counter-offers.
     """
-    received = _offers(turns, 1 - seat)
-    answered = asked = 0
-    for (_, before), (index, after) in pairwise(received):
-        if profile.score(after) <= profile.score(before):
-            continue
-        own_before = [outcome for i, outcome in _offers(turns, seat) if i < index]
-        reply = next((turn for turn in turns[index + 1 :] if turn.seat == seat), None)
-        if not own_before or reply is None:
-            continue
-        asked += 1
-        if reply.action.kind == "accept":
-            answered += 1
-        elif reply.action.outcome is not None:
-            answered += profile.score(reply.action.outcome) < profile.score(own_before[-1])
-    return answered / asked if asked else 1.0
+    asked = [profile.score(outcome) for _, outcome in _offers(turns, seat)]
+    pairs = list(pairwise(asked))
+    return 1 - sum(after > before for before, after in pairs) / len(pairs) if pairs else 1.0
 
 
 def constructive(turns: Sequence[Turn], seat: int) -> float:
@@ -143,12 +131,15 @@ def fairness(other_utility: float, other_reservation: float) -> float:
 
 
 def conduct(scenario: Scenario, episode: Episode, seat: int) -> float:
-    """How a seat led the talk: .45 tone + .3 reciprocity + .2 no stalling + .05 fairness, in [0, 1]."""
+    """How a seat led the talk: .45 tone + .4 good faith + .1 no stalling + .05 fairness, in [0, 1].
+
+    No part falls because a seat concedes late or little: firmness is a matter of the economic part alone.
+    """
     own = [turn for turn in episode.turns if turn.seat == seat]
     mean_tone = sum(tone(turn.text) for turn in own) / len(own) if own else 0.5
     fair = fairness(episode.utilities[1 - seat], scenario.profiles[1 - seat].reservation)
-    answered = reciprocity(episode.turns, seat, scenario.profiles[seat])
-    return 0.45 * mean_tone + 0.3 * answered + 0.2 * constructive(episode.turns, seat) + 0.05 * fair
+    honest = good_faith(episode.turns, seat, scenario.profiles[seat])
+    return 0.45 * mean_tone + 0.4 * honest + 0.1 * constructive(episode.turns, seat) + 0.05 * fair
 
 
 def creativity(scenario: Scenario, episode: Episode, seat: int) -> float:
@@ -190,12 +181,14 @@ def reward(config: RewardConfig, scenario: Scenario, episode: Episode, seat: int
     surplus = episode.surplus[seat]
     rational = deal and surplus >= 0
     economic = min(max(surplus, 0.0), 1.0) if deal else 0.0
-    relationship = conduct(scenario, episode, seat) * (1.0 if deal else config.no_deal)
+    relationship = conduct(scenario, episode, seat) if deal else 0.0
     efficiency = 1 - episode.rounds / scenario.rounds if rational else 0.0
     new = creativity(scenario, episode, seat) if rational else 0.0
     if episode.status == "invalid" and episode.blame == seat:
-        relationship, total = 0.0, config.invalid
-    elif deal and not rational:
+        total = config.invalid
+    elif not deal:
+        total = config.no_deal
+    elif not rational:
         total = config.irrational + 0.2 * max(surplus, -1.0)
     else:
         total = (

@@ -120,8 +120,8 @@ class ScenarioConfig:
         min_zopa: Least joint surplus in the ZOPA, in points above both limits at the best egalitarian outcome.
     """
 
-    min_rounds: int = 6
-    max_rounds: int = 8
+    min_rounds: int = 4
+    max_rounds: int = 6
     min_limit: int = 20
     max_limit: int = 45
     min_zopa: int = 8

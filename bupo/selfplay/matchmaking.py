@@ -35,7 +35,7 @@ class InteractConfig:
 
     dialogues: int = 0
     group_size: int = 8
-    self_play: float = 0.25
+    self_play: float = 0.4
     past: float = 0.1
     scripted: dict[str, float] | None = None
     league_every: int = 5
@@ -89,11 +89,16 @@ def draw_seatings(
         rng: Randomness of the draw.
 
     Returns:
-        About `config.dialogues` seatings, a whole number of groups.
+        At most `config.dialogues` seatings, a whole number of groups.
+
+    Raises:
+        ValueError: `config.dialogues` is less than one group (0 stands for a default that a run fills in).
     """
+    if config.dialogues < config.group_size:
+        raise ValueError(f"{config.dialogues} dialogues are less than one group of {config.group_size}")
     shares = config.scripted or SCRIPTED_SHARES
     names, weights = list(shares), np.array(list(shares.values()))
-    groups = max(config.dialogues // config.group_size, 1)
+    groups = config.dialogues // config.group_size
     self_play = round(groups * config.self_play)
     past = round(groups * config.past) if league else 0
     seatings: list[Seating] = []

@@ -337,7 +337,7 @@ def test_updates_raise_what_was_good_and_lower_what_was_bad():
 def test_rollout_mismatch_is_the_mean_gap_to_the_sampled_log_probabilities():
     learner, batch = Learner(dtype=WIDE), tiny.batch()
     with torch.no_grad():
-        s = score(learner.forward, batch, learner.forward.stacks(), 1.0)
+        s = score(learner.forward, batch, learner.forward.stacks(), FULL.temperature)
         mu = torch.logsumexp(s.logp_KNV + torch.tensor(WEIGHTS, dtype=WIDE).log()[:, None, None], 0)
     rollout = torch.zeros(batch.ids_BT.shape, dtype=WIDE)
     rollout[batch.action_BT] = mu.gather(1, s.ids_N[:, None])[:, 0] + 0.125
@@ -437,9 +437,14 @@ def test_sync_follows_a_pool_that_was_loaded_under_the_same_names(tmp_path):
 
 
 def test_learning_rate_falls_linearly_to_its_share():
-    config = PPOConfig(lr=1.0, final_lr=0.2)
+    config = PPOConfig(lr=1.0, final_lr=0.2, warmup=0)
     assert [scheduled_lr(config, i, 5) for i in range(5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert scheduled_lr(config, 0, 1) == 1.0
+
+
+def test_learning_rate_rises_over_the_warmup():
+    config = PPOConfig(lr=1.0, final_lr=1.0, warmup=3)
+    assert [scheduled_lr(config, i, 6) for i in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
 
 
 def test_token_batch_pads_on_the_right():

@@ -143,6 +143,38 @@ def test_random_asks_only_for_rational_outcomes_and_for_all_of_them():
     assert seen == set(range(6))  # worth 1 ... .5: .4, its limit, is within the margin that it keeps
 
 
+# Steps cost the buyer 10 points on price, 4 on days; its ideal is (0, 0), worth 100, its limit 20.
+STEPS = Scenario(
+    name="steps",
+    issues=(
+        Issue(name="price", label="price", unit="USD", values=tuple(range(7))),
+        Issue(name="days", label="days", unit="days", values=tuple(range(11))),
+    ),
+    profiles=(
+        Profile(points=(tuple(range(60, -1, -10)), tuple(range(40, -1, -4))), limit=20, company="B"),
+        Profile(points=(tuple(range(0, 61, 10)), tuple(range(0, 41, 4))), limit=20, company="S"),
+    ),
+    rounds=5,
+    opener=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("own", "standing", "target", "expected"),
+    [
+        ((0, 0), (6, 10), 0.95, (0, 1)),  # 5 points to spare: one step of days
+        ((0, 0), (6, 10), 0.80, (0, 5)),  # 20: five steps of days
+        ((0, 0), (6, 3), 0.75, (1, 3)),  # 25: days only as far as theirs (12), then a step of price
+        ((0, 0), (6, 10), 0.97, (0, 0)),  # 3: not a step
+        ((1, 5), (6, 0), 0.40, (6, 0)),  # their days are better than its own: from 70 to 90, then five steps of price
+        ((0, 5), (6, 10), 0.10, (3, 10)),  # never below limit and margin, .2 + .12 * .8 = .296: from 80 down to 30
+    ],
+)
+def test_a_stepwise_player_moves_its_last_offer_on_the_cheapest_issue_first(own, standing, target, expected):
+    player = Firm(STEPS, 0, np.random.default_rng(0), TRAINING_PHRASES)
+    assert player.propose(view(3, standing, own), target) == expected
+
+
 def test_a_proposal_is_the_good_enough_outcome_nearest_to_the_standing_offer():
     scenario = procurement(ScenarioConfig(), 4)
     player = Linear(scenario, 0, np.random.default_rng(0), TRAINING_PHRASES)

@@ -19,7 +19,7 @@ from bupo.negotiation.rewards import (
     constructive,
     creativity,
     fairness,
-    reciprocity,
+    good_faith,
     reward,
     tone,
 )
@@ -144,26 +144,24 @@ def test_one_hostile_word_outweighs_any_courtesy():
     assert tone("Thank you, thank you, please, this is ridiculous, thank you.") == 0.0
 
 
-def test_reciprocity_by_hand():
-    # The supplier opens at 0 for the buyer, then gives it 40 and 60, then repeats 60. The buyer answers the first
-    # concession by moving from 100 to 70, the second by standing still; repeating 60 asks for no answer: 1 of 2.
-    turns = talk(say(2, 0), say(0, 1), say(2, 1), say(1, 1), say(0, 0), say(1, 1), say(0, 0), "[Accept]").turns
-    assert reciprocity(turns, 0, BUYER) == 0.5
-    # The buyer's offers are worth 0, 25 and 25 to the supplier: one concession. It answers by going from 50 to 50 in
-    # its own points, which is no concession: 0 of 1.
-    assert reciprocity(turns, 1, SUPPLIER) == 0.0
+def test_good_faith_by_hand():
+    # The buyer asks for 100, then 70, then 100 again: one of two counter-offers takes back.
+    turns = talk(say(2, 0), say(0, 1), say(2, 1), say(1, 1), say(0, 0), say(0, 1), say(0, 0), "[Accept]").turns
+    assert good_faith(turns, 0, BUYER) == 0.5
+    # The supplier asks for 100, 50, 50, 50: it gives once, then stands.
+    assert good_faith(turns, 1, SUPPLIER) == 1.0
 
 
-def test_reciprocity_counts_accepting_and_not_asking_for_more():
-    assert reciprocity(talk(say(2, 0), say(0, 1), say(0, 0), "[Accept]").turns, 0, BUYER) == 1.0
-    # From 70 up to 100 after a gift of 60.
-    assert reciprocity(talk(say(2, 0), say(1, 1), say(0, 0), say(0, 1), "[Walk]").turns, 0, BUYER) == 0.0
-    assert reciprocity(talk(say(2, 0), say(1, 1), say(0, 0), "[Walk]").turns, 0, BUYER) == 0.0
+def test_standing_firm_is_good_faith_and_a_refused_message_is_no_offer():
+    assert good_faith(talk(say(2, 0), say(0, 1), say(0, 0), say(0, 1), "[Walk]").turns, 0, BUYER) == 1.0
+    retried = talk(say(2, 0), say(1, 1), say(0, 0), "Well.", say(0, 1), "[Walk]").turns
+    assert retried[3].action.kind == "invalid"
+    assert good_faith(retried, 0, BUYER) == 0.0  # from 70 up to 100
 
 
-def test_reciprocity_is_full_where_there_was_nothing_to_answer():
-    assert reciprocity(talk(say(2, 0), say(0, 1), say(2, 0), "[Walk]").turns, 0, BUYER) == 1.0
-    assert reciprocity(talk(say(2, 0), "[Walk]").turns, 0, BUYER) == 1.0
+def test_good_faith_is_full_without_counter_offers():
+    assert good_faith(talk(say(2, 0), say(0, 1), say(2, 0), "[Walk]").turns, 0, BUYER) == 1.0
+    assert good_faith(talk(say(2, 0), "[Walk]").turns, 0, BUYER) == 1.0
 
 
 def test_constructive_by_hand():
@@ -205,37 +203,37 @@ def test_a_whole_reward_by_hand():
         "Done. [Accept]",
     )
     seen = reward(CONFIG, SCENARIO, episode, 0)
-    # Surplus (60 - 40) / 60; tone (1 + 1 + .5 + .5) / 4, reciprocity 1/2, stalling 1 of 2, fairness 1; 4 of 8 rounds;
-    # no trade in two counter-offers.
-    expected_conduct = 0.45 * 0.75 + 0.3 * 0.5 + 0.2 * 0.5 + 0.05
+    # Surplus (60 - 40) / 60; tone (1 + 1 + .5 + .5) / 4, nothing taken back, stalling 1 of 2, fairness 1; 4 of 8
+    # rounds; no trade in two counter-offers.
+    expected_conduct = 0.45 * 0.75 + 0.4 + 0.1 * 0.5 + 0.05
     assert conduct(SCENARIO, episode, 0) == pytest.approx(expected_conduct)
     assert (seen.economic, seen.relationship) == pytest.approx((1 / 3, expected_conduct))
     assert (seen.efficiency, seen.creativity) == (0.5, 0.0)
-    assert seen.total == pytest.approx(0.5 / 3 + 0.3 * 0.6375 + 0.1 * 0.5)
+    assert seen.total == pytest.approx(0.5 / 3 + 0.3 * 0.8375 + 0.1 * 0.5)
     assert seen.as_dict().keys() == {*PARTS, "total"}
 
 
 def test_endings_by_hand():
-    # Polite, nothing asked, no repetition: conduct 1, or .45 + .3 + .2 * 0 + .05 after one repeated offer.
-    thanks = "Thank you."
-    walked = talk(say(2, 0), say(0, 1, text=thanks), say(2, 0), f"{thanks} [Walk]")
-    assert reward(CONFIG, SCENARIO, walked, 0).total == pytest.approx(0.3 * 0.5)
-    caved = talk(say(2, 0), f"{thanks} [Accept]")  # 0 points: 40 of 60 below the limit
-    assert reward(CONFIG, SCENARIO, caved, 0).total == pytest.approx(-0.1 - 0.2 * 40 / 60)
+    walked = talk(say(2, 0), say(0, 1), say(2, 0), "Thank you. [Walk]")
+    for seat in (0, 1):
+        seen = reward(CONFIG, SCENARIO, walked, seat)
+        assert seen.total == -0.2
+        assert {getattr(seen, part) for part in PARTS} == {0.0}
+    caved = talk(say(2, 0), "Thank you. [Accept]")  # 0 points: 40 of 60 below the limit
+    assert reward(CONFIG, SCENARIO, caved, 0).total == pytest.approx(-0.3 - 0.2 * 40 / 60)
+    assert reward(CONFIG, SCENARIO, caved, 0).relationship == pytest.approx(0.45 + 0.4 + 0.1 + 0.05 * 1.0)
     broken = talk(say(2, 0), "hm", "hm")
-    assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.4 - 2 * 0.05)
-    assert reward(CONFIG, SCENARIO, broken, 0).relationship == 0
-    # The other side is not to blame: tone .5, else faultless, no deal: .3 * .5 * (.225 + .3 + .2 + .05).
-    assert reward(CONFIG, SCENARIO, broken, 1).total == pytest.approx(0.3 * 0.5 * 0.775)
+    assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.6 - 2 * 0.05)
+    # The other side is not to blame, but has no deal either.
+    assert reward(CONFIG, SCENARIO, broken, 1).total == -0.2
 
 
 def test_each_refused_message_costs_the_seat_that_wrote_it():
     clean = talk(say(2, 0), say(0, 1), say(0, 0), "[Accept]")
     stumbled = talk(say(2, 0), "Well.", say(0, 1), say(0, 0), "Well.", "[Accept]")
-    # Tone stays .5 and nothing else differs, but the reply that follows the gift is a refused one: -.3 of conduct.
-    lost = 0.3 * 0.3
+    # Tone stays .5 and nothing else differs.
     assert reward(CONFIG, SCENARIO, stumbled, 0).total == pytest.approx(
-        reward(CONFIG, SCENARIO, clean, 0).total - 2 * 0.05 - lost
+        reward(CONFIG, SCENARIO, clean, 0).total - 2 * 0.05
     )
     assert reward(CONFIG, SCENARIO, stumbled, 1) == reward(CONFIG, SCENARIO, clean, 1)
 
@@ -280,7 +278,7 @@ def test_irrational_deals_get_worse_with_the_loss():
     episode = talk(say(2, 0), "[Accept]")
     totals = [reward(CONFIG, SCENARIO, with_deal(SCENARIO, episode, o), 0).total for o in ((2, 0), (1, 0))]
     assert totals[1] - totals[0] == pytest.approx(0.2 * 30 / 60)
-    assert totals[1] == pytest.approx(-0.1 - 0.2 * 10 / 60)
+    assert totals[1] == pytest.approx(-0.3 - 0.2 * 10 / 60)
 
 
 def frontier_steps(scenario, seat):
@@ -394,9 +392,9 @@ def test_weights_scale_their_parts_only():
     ("wrong", "named"),
     [
         ({"economic": -0.1}, "economic"),
-        ({"no_deal": 1.5}, "no_deal"),
-        ({"irrational": 0.0}, "irrational"),
-        ({"invalid": -0.2}, "invalid"),
+        ({"no_deal": 0.5}, "no_deal"),
+        ({"irrational": -0.2}, "irrational"),
+        ({"invalid": -0.4}, "invalid"),
         ({"refused": -1}, "refused"),
     ],
 )

@@ -18,6 +18,11 @@ def draw(config=None, league=(), seed=0):
     return draw_seatings(config or InteractConfig(dialogues=96), SCENARIOS, league, np.random.default_rng(seed))
 
 
+def test_less_than_one_group_is_refused():
+    with pytest.raises(ValueError, match="0 dialogues are less than one group of 8"):
+        draw(InteractConfig())
+
+
 def groups(seatings, size):
     return [seatings[start : start + size] for start in range(0, len(seatings), size)]
 
