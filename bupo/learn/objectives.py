@@ -50,10 +50,13 @@ def pairwise_kl(logp_KNV: torch.Tensor) -> torch.Tensor:
     return (cross_KK.diagonal()[:, None] - cross_KK).clamp_min(0)
 
 
-def jensen_shannon(logp_KNV: torch.Tensor) -> torch.Tensor:
-    """JSD of the uniform mixture at each position, H(mean pi) - mean H(pi_k), nats, [N]."""
-    mean_NV = torch.logsumexp(logp_KNV, dim=0) - torch.tensor(logp_KNV.shape[0]).log()
-    return entropy(mean_NV) - entropy(logp_KNV).mean(0)
+def jensen_shannon(logp_KNV: torch.Tensor, weights_NK: torch.Tensor | None = None) -> torch.Tensor:
+    """Weighted JSD at each position, H(sum_k w_k pi_k) - sum_k w_k H(pi_k), nats, [N]; equal weights by default."""
+    if weights_NK is None:
+        weights_NK = logp_KNV.new_full((logp_KNV.shape[1], logp_KNV.shape[0]), 1 / logp_KNV.shape[0])
+    weights_KN = weights_NK.T
+    mean_NV = torch.logsumexp(logp_KNV + weights_KN.log()[..., None], dim=0)
+    return entropy(mean_NV) - (weights_KN * entropy(logp_KNV)).sum(0)
 
 
 def difference_credit(

@@ -13,7 +13,7 @@ import torch
 from bupo.config import at_least, in_range, one_of, positive, raise_problems
 from bupo.coordinators.base import GameCoordinator
 from bupo.learn.advantages import SCALES
-from bupo.learn.objectives import clipped_surrogate, entropy, kl
+from bupo.learn.objectives import clipped_surrogate, entropy, jensen_shannon, kl
 from bupo.learn.optimizer import PolicyOptimizer
 from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.records import Proposal, TokenBatch
@@ -43,11 +43,15 @@ class PPOConfig:
         kl_old: Weight of the mean over sub-policies of KL(pi_k,old || pi_k): the clip alone does not bound a policy
             that holds little responsibility.
         entropy: Weight of the entropy bonus of the mixture.
+        diversity: Weight of c (1 - exp(-JSD / c)), with the weighted Jensen-Shannon divergence of the proposals at a
+            token: one advantage for all gives sub-policies one direction, and the reference pulls what differs back.
+            It acts on the proposals, so the mixture may stay what it is.
+        diversity_cap: c above, in nats: a token at which sub-policies differ by more earns little by more still.
         max_grad_norm: Gradient norm of each sub-policy is clipped to this.
         temperature: Divides the logits of each proposal, in rollouts and updates alike.
     """
 
-    lr: float = 6e-3
+    lr: float = 5e-3
     warmup: int = 3
     final_lr: float = 0.2
     clip: float = 0.2
@@ -56,11 +60,13 @@ class PPOConfig:
     micro_tokens: int = 2048
     advantage: str = "turn"
     lam: float = 0.9
-    scale: str = "group"
+    scale: str = "batch"
     keep: float = 0.5
     kl_reference: float = 0.15
     kl_old: float = 0.1
     entropy: float = 0.0
+    diversity: float = 0.3
+    diversity_cap: float = 0.1
     max_grad_norm: float = 1.0
     temperature: float = 0.7
 
@@ -82,6 +88,8 @@ class PPOConfig:
                 at_least("kl_reference", self.kl_reference, 0),
                 at_least("kl_old", self.kl_old, 0),
                 at_least("entropy", self.entropy, 0),
+                at_least("diversity", self.diversity, 0),
+                positive("diversity_cap", self.diversity_cap),
                 positive("max_grad_norm", self.max_grad_norm),
                 positive("temperature", self.temperature),
             ]
@@ -235,8 +243,14 @@ def _loss(
     kl_reference_N = kl(mixture.logp_NV, reference_NV)
     kl_old_N = kl(old_KNV, now.logp_KNV).mean(0)
     entropy_N = entropy(mixture.logp_NV)
+    jsd_N = jensen_shannon(now.logp_KNV, mixture.weights_NK)
+    diversity_N = config.diversity_cap * (1 - torch.exp(-jsd_N / config.diversity_cap))
     loss = (
-        surrogate_N + config.kl_reference * kl_reference_N + config.kl_old * kl_old_N - config.entropy * entropy_N
+        surrogate_N
+        + config.kl_reference * kl_reference_N
+        + config.kl_old * kl_old_N
+        - config.entropy * entropy_N
+        - config.diversity * diversity_N
     ).sum()
     with torch.no_grad():
         clipped_N = ((ratio_N - 1).abs() > config.clip).float()
@@ -247,6 +261,7 @@ def _loss(
             "kl_reference": kl_reference_N.sum(),
             "kl_old": kl_old_N.sum(),
             "entropy": entropy_N.sum(),
+            "jensen_shannon": jsd_N.sum(),
             "ratio": ratio_N.sum(),
             "ratio_deviation": (ratio_N - 1).abs().sum(),
             "clip_fraction": clipped_N.sum(),

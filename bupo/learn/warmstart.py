@@ -50,7 +50,7 @@ class WarmstartConfig:
         seed: Seeds data and weights; apart from the run's seed, so that runs share a cached base.
     """
 
-    dialogues: int = 4600
+    dialogues: int = 4300
     lr: float = 4e-3
     public_dialogues: int = 40
     public_lr: float = 1e-3

@@ -68,6 +68,24 @@ def test_jensen_shannon_of_two_policies_equals_scipy():
     np.testing.assert_allclose(jensen_shannon(log(pi)).numpy(), expected, atol=1e-7)
 
 
+def test_jensen_shannon_with_weights_is_the_mean_kl_to_the_mixture():
+    rng = np.random.default_rng(3)
+    pi, weights = rng.dirichlet(np.ones(V), size=(3, N)), rng.dirichlet(np.ones(3), size=N)
+    mean = np.einsum("nk,knv->nv", weights, pi)
+    expected = np.einsum("nk,knv->n", weights, pi * np.log(pi / mean))
+    got = jensen_shannon(torch.tensor(np.log(pi)), torch.tensor(weights))
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
+
+
+def test_a_policy_without_weight_has_no_part_in_the_divergence():
+    logits = torch.randn(3, N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).expand(N, 3)
+    got = jensen_shannon(torch.log_softmax(logits, -1), weights)
+    got.sum().backward()
+    torch.testing.assert_close(got, jensen_shannon(torch.log_softmax(logits[:2], -1)))
+    assert (logits.grad[2] == 0).all() and (logits.grad[:2] != 0).any()
+
+
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 6), scale=st.floats(0, 30))
 @settings(max_examples=80)
 def test_jensen_shannon_lies_between_zero_and_log_k(seed, k, scale):

@@ -15,7 +15,7 @@ from bupo.records import TokenBatch
 
 WIDE = torch.float64
 WEIGHTS = (0.5, 0.25, 0.25)
-FULL = PPOConfig(kl_reference=0.1, kl_old=0.3, entropy=0.05, minibatches=1)
+FULL = PPOConfig(kl_reference=0.1, kl_old=0.3, entropy=0.05, diversity=0.4, diversity_cap=0.05, minibatches=1)
 
 
 class Learner:
@@ -270,6 +270,9 @@ def test_loss_and_gradients_equal_a_naive_loss_through_peft_alone(monkeypatch, f
             loss = -torch.minimum(ratio * advantage, clipped * advantage)
             loss = loss + 0.1 * (mu[n] * (mu[n] / reference[n]).log()).sum()
             loss = loss + 0.3 / 3 * sum((o[n] * (o[n] / p[n]).log()).sum() for o, p in zip(pi_old, pi, strict=True))
+            # Jensen-Shannon divergence as the mean information that a token gives about who proposed it.
+            jsd = sum(w * (p[n] * (p[n] / mu[n]).log()).sum() for w, p in zip(WEIGHTS, pi, strict=True))
+            loss = loss - 0.4 * 0.05 * (1 - (-jsd / 0.05).exp())
             losses.append(loss + 0.05 * (mu[n] * mu[n].log()).sum())
     loss = torch.stack(losses).mean()
     assert metrics["ppo/loss"] == pytest.approx(loss.item(), abs=1e-9)
