@@ -69,7 +69,7 @@ class Config:
     """
 
     base: str = AUTO
-    iterations: int = 34
+    iterations: int = 36
     seed: int = 0
     output_dir: str = "runs/negotiation"
     resume: bool = False

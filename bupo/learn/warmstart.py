@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 5
+FORMAT = 6
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
 
 
@@ -50,7 +51,7 @@ class WarmstartConfig:
         seed: Seeds data and weights; apart from the run's seed, so that runs share a cached base.
     """
 
-    dialogues: int = 4300
+    dialogues: int = 5000
     lr: float = 4e-3
     public_dialogues: int = 40
     public_lr: float = 1e-3
@@ -85,6 +86,31 @@ def _key(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def bucketed(lengths: Sequence[int], batch: int, seed: int, span: int = 64) -> list[int]:
+    """An order of examples in which each batch holds similar lengths, and batches come in random order.
+
+    transformers' own grouping by length lets batches run from long to short time and again, and ends on short ones.
+
+    Args:
+        lengths: Tokens of each example.
+        batch: Examples a step.
+        seed: Seeds the order.
+        span: Batches that are sorted together.
+
+    Returns:
+        A permutation of the indices, to be cut into batches from the start; what fills no batch comes last.
+    """
+    rng = np.random.default_rng([seed, 0xB7])
+    shuffled = rng.permutation(len(lengths))
+    whole = len(shuffled) - len(shuffled) % batch
+    ordered: list[int] = []
+    for start in range(0, whole, span * batch):
+        block = sorted(shuffled[start : min(start + span * batch, whole)].tolist(), key=lambda index: lengths[index])
+        for first in rng.permutation(np.arange(0, len(block), batch)):
+            ordered += block[first : first + batch]
+    return [*ordered, *shuffled[whole:].tolist()]
+
+
 def train_sft(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -114,6 +140,7 @@ def train_sft(
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
+    data = [data[index] for index in bucketed([len(example["input_ids"]) for example in data], batch, seed)]
     losses: list[float] = []
     steps = -(-len(data) // batch)
     with tempfile.TemporaryDirectory() as scratch, tracker.progress("sft", steps, "steps") as bar:
@@ -138,7 +165,7 @@ def train_sft(
             adam_beta2=0.98,
             weight_decay=0.01,
             max_grad_norm=1.0,
-            train_sampling_strategy="group_by_length",
+            train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
             remove_unused_columns=False,
             max_length=None,
@@ -155,7 +182,7 @@ def train_sft(
         trainer = SFTTrainer(
             model=model,
             args=settings,
-            train_dataset=Dataset.from_list(list(data)),
+            train_dataset=Dataset.from_list(data),
             processing_class=tokenizer,
             callbacks=[Progress()],
         )
