@@ -45,6 +45,7 @@ class WarmstartConfig:
         lr: Peak learning rate for a nano base.
         public_dialogues: Scripted dialogues for a public base.
         public_lr: Peak learning rate of a public base's LoRA.
+        public_batch: Seats in one optimizer step of a public base: few examples, so many steps.
         batch: Seats in one optimizer step.
         reworded: Share of the other side's messages whose words are random in a nano base's data, so that it reads
             offers whatever the wording.
@@ -55,6 +56,7 @@ class WarmstartConfig:
     lr: float = 4e-3
     public_dialogues: int = 40
     public_lr: float = 1e-3
+    public_batch: int = 1
     batch: int = 4
     reworded: float = 0.5
     seed: int = 0
@@ -67,6 +69,7 @@ class WarmstartConfig:
                 positive("lr", self.lr),
                 at_least("public_dialogues", self.public_dialogues, 1),
                 positive("public_lr", self.public_lr),
+                at_least("public_batch", self.public_batch, 1),
                 at_least("batch", self.batch, 1),
                 in_range("reworded", self.reworded, 0, 1),
                 in_range("seed", self.seed, 0, 2**31),
@@ -256,7 +259,7 @@ def prepare_adapter(
     data = examples(ChatFormat(tokenizer), dialogues, notes=False, reworded=0.0, seed=config.seed)
     peft_model = get_peft_model(model, lora_config(pool, model.config.num_hidden_layers), adapter_name=REFERENCE)
     loss = train_sft(
-        peft_model, tokenizer, data, lr=config.public_lr, batch=config.batch, seed=config.seed, tracker=tracker
+        peft_model, tokenizer, data, lr=config.public_lr, batch=config.public_batch, seed=config.seed, tracker=tracker
     )
 
     def write(scratch: Path) -> None:
