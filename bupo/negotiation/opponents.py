@@ -129,19 +129,19 @@ class Stepwise(TimeDependent):
         """Its last offer, moved towards the other side's as far as `target` allows."""
         if view.own_last is None or view.standing is None:
             return super().propose(view, target)
-        offer = list(view.own_last)
+        offer, theirs = list(view.own_last), view.standing
         spare = self.profile.score(view.own_last) - 100 * max(target, self.floor) + 1e-6
 
         def loss(issue: int) -> int:
             """Points lost by the next step on an issue."""
-            table, ahead = self.profile.points[issue], view.standing[issue] > offer[issue]
+            table, ahead = self.profile.points[issue], theirs[issue] > offer[issue]
             return table[offer[issue]] - table[offer[issue] + (1 if ahead else -1)]
 
-        open_issues = [issue for issue, value in enumerate(view.standing) if value != offer[issue]]
+        open_issues = [issue for issue, value in enumerate(theirs) if value != offer[issue]]
         for issue in sorted(open_issues, key=loss):
-            while offer[issue] != view.standing[issue] and loss(issue) <= spare:
+            while offer[issue] != theirs[issue] and loss(issue) <= spare:
                 spare -= loss(issue)
-                offer[issue] += 1 if view.standing[issue] > offer[issue] else -1
+                offer[issue] += 1 if theirs[issue] > offer[issue] else -1
         return tuple(offer)
 
 
