@@ -133,7 +133,7 @@ def fairness(other_utility: float, other_reservation: float) -> float:
 def conduct(scenario: Scenario, episode: Episode, seat: int) -> float:
     """How a seat led the talk: .45 tone + .4 good faith + .1 no stalling + .05 fairness, in [0, 1].
 
-    No part falls because a seat concedes late or little: firmness is a matter of the economic part alone.
+    No part falls because a seat concedes late or little; only repeating the same offer costs, as stalling.
     """
     own = [turn for turn in episode.turns if turn.seat == seat]
     mean_tone = sum(tone(turn.text) for turn in own) / len(own) if own else 0.5
