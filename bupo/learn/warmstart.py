@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bupo.config import at_least, in_range, positive, raise_problems, to_dict
 from bupo.learn.demonstrations import all_numbers, all_texts, examples, scripted_dialogues
+from bupo.learn.muon import MuonAdamW
 from bupo.negotiation.scenario import ScenarioConfig
 from bupo.policies.bases import NANO, Base, load_pretrained
 from bupo.policies.chat import ChatFormat
@@ -32,8 +33,10 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 6
+FORMAT = 7
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class WarmstartConfig:
 
     Attributes:
         dialogues: Scripted dialogues to learn from when a nano base is trained; each gives one or two examples.
-        lr: Peak learning rate for a nano base.
+        lr: Peak learning rate for a nano base (Muon and AdamW alike).
         public_dialogues: Scripted dialogues for a public base.
         public_lr: Peak learning rate of a public base's LoRA.
         public_batch: Seats in one optimizer step of a public base: few examples, so many steps.
@@ -123,6 +126,7 @@ def train_sft(
     batch: int,
     seed: int,
     tracker: Tracker,
+    scratch_base: bool = False,
 ) -> float:
     """One epoch of TRL's SFTTrainer over tokenised examples, with progress.
 
@@ -134,6 +138,8 @@ def train_sft(
         batch: Examples a step.
         seed: Order of the data.
         tracker: Shows progress.
+        scratch_base: Whether a whole base is trained from scratch: its matrices learn by Muon, about twice as fast in
+            steps; otherwise all by AdamW.
 
     Returns:
         Mean loss over the last tenth of the steps, nats per token.
@@ -165,8 +171,9 @@ def train_sft(
             learning_rate=lr,
             lr_scheduler_type="linear",
             warmup_steps=max(steps // 50, 1),
-            adam_beta2=0.98,
-            weight_decay=0.01,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            weight_decay=WEIGHT_DECAY,
             max_grad_norm=1.0,
             train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
@@ -182,12 +189,14 @@ def train_sft(
             dataloader_pin_memory=False,
             seed=seed,
         )
+        muon = MuonAdamW(model, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY) if scratch_base else None
         trainer = SFTTrainer(
             model=model,
             args=settings,
             train_dataset=Dataset.from_list(data),
             processing_class=tokenizer,
             callbacks=[Progress()],
+            optimizers=(muon, None),
         )
         trainer.remove_callback(_console_callback())
         trainer.train()
@@ -215,7 +224,8 @@ def _store(folder: Path, write: Any) -> None:
 
 def prepare_nano(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioConfig, tracker: Tracker) -> Path:
     """The folder of a trained nano base; trains it if it is not cached."""
-    folder = cache_dir() / f"nano-{_key(to_dict(config), to_dict(nano), to_dict(scenarios))}"
+    own = {key: value for key, value in to_dict(config).items() if not key.startswith("public_")}
+    folder = cache_dir() / f"nano-{_key(own, to_dict(nano), to_dict(scenarios))}"
     if (folder / "config.json").is_file():
         tracker.say(f"nano base from the cache: {folder}")
         return folder
@@ -227,7 +237,16 @@ def prepare_nano(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioC
     tokenizer = train_tokenizer(texts, nano.vocab, all_numbers(dialogues))
     model = build_nano(nano, tokenizer)
     data = examples(ChatFormat(tokenizer), dialogues, notes=True, reworded=config.reworded, seed=config.seed)
-    loss = train_sft(model, tokenizer, data, lr=config.lr, batch=config.batch, seed=config.seed, tracker=tracker)
+    loss = train_sft(
+        model,
+        tokenizer,
+        data,
+        lr=config.lr,
+        batch=config.batch,
+        seed=config.seed,
+        tracker=tracker,
+        scratch_base=True,
+    )
 
     def write(scratch: Path) -> None:
         model.save_pretrained(scratch)
