@@ -222,10 +222,15 @@ def _store(folder: Path, write: Any) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def nano_folder(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioConfig) -> Path:
+    """Where the nano base of these settings is kept; the settings of public bases do not matter to it."""
+    own = {key: value for key, value in to_dict(config).items() if not key.startswith("public_")}
+    return cache_dir() / f"nano-{_key(own, to_dict(nano), to_dict(scenarios))}"
+
+
 def prepare_nano(config: WarmstartConfig, nano: NanoConfig, scenarios: ScenarioConfig, tracker: Tracker) -> Path:
     """The folder of a trained nano base; trains it if it is not cached."""
-    own = {key: value for key, value in to_dict(config).items() if not key.startswith("public_")}
-    folder = cache_dir() / f"nano-{_key(own, to_dict(nano), to_dict(scenarios))}"
+    folder = nano_folder(config, nano, scenarios)
     if (folder / "config.json").is_file():
         tracker.say(f"nano base from the cache: {folder}")
         return folder

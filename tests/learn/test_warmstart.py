@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from bupo.learn.warmstart import bucketed
+from bupo.learn.warmstart import WarmstartConfig, bucketed, nano_folder
+from bupo.negotiation.scenario import ScenarioConfig
+from bupo.policies.nano import NanoConfig
 
 LENGTHS = np.random.default_rng(0).integers(50, 500, size=1003).tolist()
 
@@ -39,3 +41,22 @@ def test_the_seed_decides():
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
 def test_few_examples(count):
     assert sorted(bucketed(LENGTHS[:count], 4, seed=0)) == list(range(count))
+
+
+def test_a_nano_base_is_cached_by_what_shapes_it_and_by_nothing_else():
+    def folder(config=None, nano=None, scenarios=None):
+        return nano_folder(config or WarmstartConfig(), nano or NanoConfig(), scenarios or ScenarioConfig())
+
+    same = [
+        WarmstartConfig(public_dialogues=1),
+        WarmstartConfig(public_lr=0.5),
+        WarmstartConfig(public_batch=9),
+    ]
+    assert {folder(config) for config in same} == {folder()}
+    others = [
+        folder(WarmstartConfig(lr=1e-3)),
+        folder(WarmstartConfig(seed=1)),
+        folder(nano=NanoConfig(layers=2)),
+        folder(scenarios=ScenarioConfig(max_rounds=9)),
+    ]
+    assert len({folder(), *others}) == 5
