@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from bupo.learn.critic import TurnCritic
 from bupo.learn.optimizer import PolicyOptimizer
 from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import PolicyPool
@@ -31,6 +32,7 @@ def save_checkpoint(
     *,
     pool: PolicyPool,
     optimizer: PolicyOptimizer,
+    critic: TurnCritic,
     league: League,
     state: dict[str, Any],
     rng: np.random.Generator,
@@ -43,6 +45,7 @@ def save_checkpoint(
         iteration: Number of finished iterations.
         pool: The sub-policies.
         optimizer: Their Adam state.
+        critic: The rows that it remembers.
         league: Past selves.
         state: Plain JSON: counters, baselines, scorecards.
         rng: NumPy's generator.
@@ -63,6 +66,7 @@ def save_checkpoint(
         for key, value in entry.items()
     }
     tensors |= {f"generator|{name}": generator.get_state() for name, generator in generators.items()}
+    tensors |= {f"critic|{key}": torch.from_numpy(array) for key, array in critic.state().items()}
     save_file(tensors, scratch / "state.safetensors")
     (scratch / "state.json").write_text(
         json.dumps({"iteration": iteration, "rng": rng.bit_generator.state, "state": state})
@@ -84,6 +88,7 @@ def load_checkpoint(
     *,
     pool: PolicyPool,
     optimizer: PolicyOptimizer,
+    critic: TurnCritic,
     league: League,
     lockstep: Lockstep,
     rng: np.random.Generator,
@@ -105,6 +110,9 @@ def load_checkpoint(
             _, parameter, entry = key.split("|")
             adam.setdefault(parameter, {})[entry] = value.reshape(()) if entry == "step" else value.to(lockstep.device)
     optimizer.load_state_dict(adam)
+    critic.restore(
+        {key.partition("|")[2]: value.numpy() for key, value in tensors.items() if key.startswith("critic|")}
+    )
     for name, generator in generators.items():
         generator.set_state(tensors[f"generator|{name}"])
     rng.bit_generator.state = saved["rng"]

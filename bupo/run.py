@@ -21,6 +21,7 @@ from bupo.coordinators.base import GameCoordinator
 from bupo.devices import PRECISIONS, compute_dtype, keep_memory, use_threads
 from bupo.evaluate import EvaluationConfig
 from bupo.evaluator import DynamicEvaluator, EvaluatorConfig
+from bupo.learn.critic import TurnCritic
 from bupo.learn.optimizer import PolicyOptimizer
 from bupo.learn.ppo import PPOConfig
 from bupo.learn.warmstart import WarmstartConfig, prepare_base
@@ -127,6 +128,7 @@ class Run:
     lockstep: Lockstep
     coordinator: GameCoordinator
     optimizer: PolicyOptimizer
+    critic: TurnCritic
     league: League
     evaluator: DynamicEvaluator
     table: Table
@@ -227,6 +229,7 @@ def initialise(config: Config) -> Run:
         lockstep=lockstep,
         coordinator=coordinator,
         optimizer=PolicyOptimizer(pool, config.ppo.max_grad_norm),
+        critic=TurnCritic(config.ppo.critic_window),
         league=League(config.interact.league_size),
         evaluator=DynamicEvaluator(config.evaluator, config.ppo.micro_tokens, config.ppo.temperature),
         table=Table(
@@ -258,6 +261,7 @@ def save(run: Run) -> None:
         run.iteration,
         pool=run.pool,
         optimizer=run.optimizer,
+        critic=run.critic,
         league=run.league,
         state=state,
         rng=run.rng,
@@ -272,6 +276,7 @@ def restore(run: Run) -> None:
         newest,
         pool=run.pool,
         optimizer=run.optimizer,
+        critic=run.critic,
         league=run.league,
         lockstep=run.lockstep,
         rng=run.rng,

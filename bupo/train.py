@@ -19,9 +19,9 @@ from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.coordinators.base import GameCoordinator
 from bupo.evaluate import Evaluation
 from bupo.evaluator import scorecard_metrics
-from bupo.learn.advantages import group_advantages, most_informative, role_advantages
-from bupo.learn.critic import fit_values, turn_advantages
-from bupo.learn.ppo import PPOConfig, scheduled_lr, token_batch, update
+from bupo.learn.advantages import group_advantages, most_informative, role_advantages, scaled_turns
+from bupo.learn.critic import explained, turn_advantages
+from bupo.learn.ppo import scheduled_lr, token_batch, update
 from bupo.measures import StageResult
 from bupo.negotiation.rewards import PARTS, Reward, reward
 from bupo.negotiation.scenario import ROLES
@@ -122,59 +122,55 @@ def interact(run: Run, bar: Any) -> Interaction:
         if index % config.interact.group_size == 0 and index // config.interact.group_size < SHOWN_PER_ITERATION:
             run.tracker.append("transcripts", transcript(run.iteration + 1, "train", episode, scored))
     reward_B, group_B = np.array(rewards), np.array(groups)
-    if config.ppo.advantage == "role":
-        advantage_B = role_advantages(reward_B, np.array(roles), run.baselines, scale=config.ppo.scale)
-    else:
-        # A seat never speaks where the other side's refused messages end the talk at once; a copy that is left alone
-        # by that has nothing to be compared with.
-        _, index, count = np.unique(group_B, return_inverse=True, return_counts=True)
-        compared = count[index] > 1
-        advantage_B = np.zeros_like(reward_B)
-        if compared.any():
-            advantage_B[compared] = group_advantages(reward_B[compared], group_B[compared], scale=config.ppo.scale)
-    kept = most_informative(advantage_B, group_B, config.ppo.keep)
-    advantages: list[float] | list[list[float]] = advantage_B.tolist()
-    explained = None
-    if config.ppo.advantage == "turn":
-        advantages, explained = by_turn(records, reward_B, advantage_B, group_B, config.ppo)
+    advantages, row_advantage_B, judged = credit(run, reward_B, group_B, np.array(roles), records)
+    kept = most_informative(row_advantage_B, group_B, config.ppo.keep)
     batch = token_batch([rows[row] for row in kept], [advantages[row] for row in kept])
     own = sum(sum(action) for _, action, _ in rows)
-    metrics = interact_metrics(records) | {"interact/own_tokens": own, "interact/kept_rows": len(kept) / len(rows)}
-    metrics["interact/explained_variance"] = explained
+    metrics = interact_metrics(records) | judged
+    metrics |= {"interact/own_tokens": own, "interact/kept_rows": len(kept) / len(rows)}
     return Interaction(batch=batch, metrics=metrics | {"seconds/interact": time.perf_counter() - started})
 
 
-def by_turn(
-    records: Sequence[tuple[Seating, Episode, int, Reward]],
+def credit(
+    run: Run,
     reward_B: np.ndarray,
-    advantage_B: np.ndarray,
     group_B: np.ndarray,
-    config: PPOConfig,
-) -> tuple[list[list[float]], float]:
-    """Turn-level advantages, one for each own token, in the scale of the group advantages.
+    role_B: np.ndarray,
+    records: Sequence[tuple[Seating, Episode, int, Reward]],
+) -> tuple[list[list[float]] | list[float], np.ndarray, dict[str, float | None]]:
+    """Advantages of the own tokens, of one kind or another (`ppo.advantage`).
 
     Returns:
-        Advantages by row and own token, and the share of the variance within groups that the critic explains.
+        Advantages by row (one number, or one for each own token), one number a row to choose rows by, and metrics.
     """
+    config = run.config.ppo
+    if config.advantage == "role":
+        advantage_B = role_advantages(reward_B, role_B, run.baselines, scale=config.scale)
+        return advantage_B.tolist(), advantage_B, {}
+    # A seat never speaks where the other side's refused messages end the talk at once; a copy that is left alone
+    # by that has nothing to be compared with.
     _, index, count = np.unique(group_B, return_inverse=True, return_counts=True)
+    compared = count[index] > 1
+    if config.advantage == "group":
+        advantage_B = np.zeros_like(reward_B)
+        if compared.any():
+            advantage_B[compared] = group_advantages(reward_B[compared], group_B[compared], scale=config.scale)
+        return advantage_B.tolist(), advantage_B, {}
     mean_B = (np.bincount(index, weights=reward_B) / count)[index]
-    # The group advantage tells by what its group was divided; where nothing differed there is nothing to scale.
-    gain_B = reward_B - mean_B
-    scale_B = np.where(np.abs(gain_B) > 1e-9, advantage_B / np.where(gain_B == 0, 1.0, gain_B), 0.0)
-    group_scale = np.zeros(len(count))
-    np.maximum.at(group_scale, index, scale_B)
     states = [turn_states(seating.scenario, episode, seat) for seating, episode, seat, _ in records]
-    values = fit_values(reward_B, mean_B, states)
-    turns = turn_advantages(reward_B, values, config.lam)
-    lengths = [len(state) for state in states]
-    error = np.repeat(reward_B, lengths) - np.concatenate(values)
-    explained = 1 - float((error**2).sum() / max((np.repeat(gain_B, lengths) ** 2).sum(), 1e-12))
+    before, after = run.critic.judge(reward_B, mean_B, [b for b, _ in states], [a for _, a in states])
+    turns = scaled_turns(turn_advantages(reward_B, before, after, config.lam), index, scale=config.scale)
     spans = [
         [len(turn.tokens.action_ids) for turn in episode.turns if turn.seat == seat and turn.tokens is not None]
         for _, episode, seat, _ in records
     ]
-    scaled = [advantage * group_scale[index[row]] for row, advantage in enumerate(turns)]
-    return [np.repeat(advantage, spans[row]).tolist() for row, advantage in enumerate(scaled)], explained
+    turns = [advantage * alone for advantage, alone in zip(turns, compared, strict=True)]
+    metrics: dict[str, float | None] = {
+        "interact/explained_variance": explained(reward_B, mean_B, before),
+        "interact/explained_variance_after": explained(reward_B, mean_B, after),
+    }
+    by_token = [np.repeat(advantage, lengths).tolist() for advantage, lengths in zip(turns, spans, strict=True)]
+    return by_token, np.where(compared, reward_B - mean_B, 0.0), metrics
 
 
 def learn(run: Run, batch: TokenBatch, bar: Any) -> dict[str, float]:

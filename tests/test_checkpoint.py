@@ -9,6 +9,7 @@ import torch
 
 from bupo.checkpoint import KEPT, checkpoints, load_checkpoint, save_checkpoint
 from bupo.coordinators import CoordinatorConfig, build_coordinator
+from bupo.learn.critic import TurnCritic
 from bupo.learn.optimizer import PolicyOptimizer
 from bupo.learn.ppo import PPOConfig, update
 from bupo.policies.lockstep import Lockstep
@@ -24,6 +25,7 @@ class Run:
         self.pool = tiny.pool()
         self.lockstep = Lockstep(self.pool)
         self.optimizer = PolicyOptimizer(self.pool, PPO.max_grad_norm)
+        self.critic = TurnCritic(window=3)
         self.league = League(4)
         self.rng = np.random.default_rng(seed)
         self.generators = {"shuffle": torch.Generator().manual_seed(seed), "noise": torch.Generator().manual_seed(9)}
@@ -38,6 +40,8 @@ class Run:
                 learning_rate=1e-2, generator=self.generators["shuffle"],
             )  # fmt: skip
             self.iteration += 1
+            states = [self.rng.normal(size=(2, 3)) for _ in range(4)]
+            self.critic.judge(self.rng.normal(size=4), np.zeros(4), states, [state + 1 for state in states])
             self.league.add(self.iteration, self.lockstep.stacks())
         return self
 
@@ -49,14 +53,14 @@ class Run:
 
     def save(self, folder, iteration=2, state=None):
         return save_checkpoint(
-            folder, iteration, pool=self.pool, optimizer=self.optimizer, league=self.league,
+            folder, iteration, pool=self.pool, optimizer=self.optimizer, critic=self.critic, league=self.league,
             state=state or {}, rng=self.rng, generators=self.generators,
         )  # fmt: skip
 
     def load(self, folder):
         self.iteration, state = load_checkpoint(
-            folder, pool=self.pool, optimizer=self.optimizer, league=self.league, lockstep=self.lockstep,
-            rng=self.rng, generators=self.generators,
+            folder, pool=self.pool, optimizer=self.optimizer, critic=self.critic, league=self.league,
+            lockstep=self.lockstep, rng=self.rng, generators=self.generators,
         )  # fmt: skip
         return self.iteration, state
 
@@ -69,6 +73,7 @@ class Run:
             for key in stacks.weights
             for i in (0, 1)
         }
+        found |= {("critic", key): torch.from_numpy(array) for key, array in self.critic.state().items()}
         found |= {name: generator.get_state() for name, generator in self.generators.items()}
         return {key: value.detach().clone() for key, value in found.items()}
 

@@ -1,9 +1,11 @@
-"""Episode-level advantages: pure functions of rewards and groups.
+"""Advantages as pure functions of rewards and groups (turn-level ones come from bupo/learn/critic.py).
 
-Shape legend: B rows (one a learner-played seat).
+Shape legend: B rows (one a learner-played seat), T own turns of a row, N turns of all rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,6 +64,26 @@ def role_advantages(
         advantage[mine] = reward_B[mine] - baseline
         baselines[str(role)] = decay * baseline + (1 - decay) * mean
     return _scaled(advantage, scale)
+
+
+def scaled_turns(advantages_BT: Sequence[np.ndarray], index_B: np.ndarray, *, scale: str) -> list[np.ndarray]:
+    """Divides turn-level advantages by their root mean square: over each group's turns, over all, or not at all.
+
+    Args:
+        advantages_BT: Advantage of each own turn, by row; their mean is left where the critic put it.
+        index_B: Number of each row's group, from 0.
+        scale: `group`, `batch` or `none`.
+
+    Returns:
+        Scaled advantages; zeros where a group's are all zero.
+    """
+    if scale == "none" or not advantages_BT:
+        return list(advantages_BT)
+    where = index_B if scale == "group" else np.zeros_like(index_B)
+    turn_N = np.repeat(where, [len(turns) for turns in advantages_BT])
+    square = np.bincount(turn_N, weights=np.concatenate(advantages_BT) ** 2) / np.maximum(np.bincount(turn_N), 1)
+    size = np.where(square > 1e-12, np.sqrt(square), np.inf)
+    return [turns / size[group] for turns, group in zip(advantages_BT, where, strict=True)]
 
 
 def most_informative(advantage_B: np.ndarray, group_B: np.ndarray, share: float) -> np.ndarray:

@@ -1,62 +1,133 @@
-"""Turn-level advantages with a linear critic, fitted anew in each iteration.
+"""Turn-level advantages with a critic of states and afterstates: ridge regression on recent dialogues.
 
-Shape legend: B rows (one a learner-played seat), T own turns of a row, F features.
+What a message is worth shows in two steps: what was said (the state before it against the state right after, Sutton and
+Barto's afterstate, "Reinforcement Learning", section 6.8) and what the other side made of it. The other side's part is
+most of the noise; apart from it, a message's own part is learnt from several times fewer dialogues.
+
+Shape legend: B rows (one a learner-played seat), T own turns of a row, F features, N turns of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-RIDGE = 1e-2
+RIDGE = 0.03
 
 
-def fit_values(reward_B: np.ndarray, mean_B: np.ndarray, states_BTF: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """State values by ridge regression: V(s) = mean of the row's group + w (phi(s) - mean phi).
+def products(features_NF: np.ndarray) -> np.ndarray:
+    """Features and all products of two of them, [N, F + F (F + 1) / 2]."""
+    first, second = np.triu_indices(features_NF.shape[1])
+    return np.concatenate([features_NF, features_NF[:, first] * features_NF[:, second]], axis=1)
 
-    Every turn of a row has the row's reward as its target (Monte Carlo); a baseline that depends on the state alone
-    leaves the policy gradient unbiased, up to the few degrees of freedom that are fitted on the same rows.
+
+def ridge(features_NF: np.ndarray, target_N: np.ndarray, judged_MF: np.ndarray) -> np.ndarray:
+    """Fits targets by ridge regression on standardised features and predicts.
 
     Args:
-        reward_B: Reward of each row.
-        mean_B: Mean reward of each row's group.
-        states_BTF: Features of each own turn of each row.
+        features_NF: Features to fit on.
+        target_N: Targets.
+        judged_MF: Features to predict for.
 
     Returns:
-        Values of each turn, by row.
+        Predictions, [M].
     """
-    lengths = [len(states) for states in states_BTF]
-    phi = np.concatenate(states_BTF)
-    target = np.repeat(reward_B - mean_B, lengths)
-    center, spread = phi.mean(0), phi.std(0)
-    scaled = (phi - center) / np.where(spread > 1e-8, spread, 1.0)
+    center, spread = features_NF.mean(0), features_NF.std(0)
+    spread = np.where(spread > 1e-8, spread, 1.0)
+    scaled = (features_NF - center) / spread
     gram = scaled.T @ scaled + RIDGE * len(scaled) * np.eye(scaled.shape[1])
-    weights = np.linalg.solve(gram, scaled.T @ target)
-    values = np.repeat(mean_B, lengths) + scaled @ weights
-    return np.split(values, np.cumsum(lengths)[:-1])
+    mean = target_N.mean()
+    weights = np.linalg.solve(gram, scaled.T @ (target_N - mean))
+    return mean + (judged_MF - center) / spread @ weights
 
 
-def turn_advantages(reward_B: np.ndarray, values_BT: Sequence[np.ndarray], lam: float) -> list[np.ndarray]:
-    """Generalised advantage estimation over own turns (arXiv 1506.02438; turns as steps: Turn-PPO, arXiv 2512.17008).
+@dataclass
+class TurnCritic:
+    """Values of states and afterstates, relative to the mean reward of a row's group.
 
-    The reward comes with the last turn, without discount: delta_t = V(s_t+1) - V(s_t), at the end R - V(s_T), and
-    A_t = sum_l lam^l delta_t+l. With lam = 1, A_t = R - V(s_t).
+    Attributes:
+        window: Calls of `judge` whose rows are remembered; policies change slowly, and one iteration's rows are few.
+        memory: Features before, features after and target of each turn, by call, oldest first.
+    """
+
+    window: int
+    memory: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def judge(
+        self,
+        reward_B: np.ndarray,
+        mean_B: np.ndarray,
+        before_BTF: Sequence[np.ndarray],
+        after_BTF: Sequence[np.ndarray],
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Remembers rows, fits on all that is remembered, and judges the new rows.
+
+        Every turn has its row's reward less the mean of the group as target (Monte Carlo).
+
+        Args:
+            reward_B: Reward of each row.
+            mean_B: Mean reward of each row's group.
+            before_BTF: State before each own turn.
+            after_BTF: State right after each own turn.
+
+        Returns:
+            Values before and after each turn, by row.
+        """
+        lengths = [len(states) for states in before_BTF]
+        before, after = np.concatenate(before_BTF), np.concatenate(after_BTF)
+        self.memory = [*self.memory, (before, after, np.repeat(reward_B - mean_B, lengths))][-self.window :]
+        target = np.concatenate([entry[2] for entry in self.memory])
+        cuts = np.cumsum(lengths)[:-1]
+        values = []
+        for part, judged in enumerate((before, after)):
+            known = products(np.concatenate([entry[part] for entry in self.memory]))
+            fitted = ridge(known, target, products(judged))
+            values.append(np.split(np.repeat(mean_B, lengths) + fitted, cuts))
+        return values[0], values[1]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps."""
+        return {f"{call}|{part}": array for call, entry in enumerate(self.memory) for part, array in enumerate(entry)}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Takes back what `state` gave."""
+        calls = len({key.partition("|")[0] for key in state})
+        self.memory = [(state[f"{call}|0"], state[f"{call}|1"], state[f"{call}|2"]) for call in range(calls)]
+
+
+def turn_advantages(
+    reward_B: np.ndarray, before_BT: Sequence[np.ndarray], after_BT: Sequence[np.ndarray], lam: float
+) -> list[np.ndarray]:
+    """Generalised advantage estimation (arXiv 1506.02438) over the alternation of own messages and replies.
+
+    With values v_t before and q_t right after own turn t, and the reward R after the last, the differences are
+    q_0 - v_0, v_1 - q_0, q_1 - v_1, ..., R - q_T; A_t sums those from q_t - v_t on, each lambda times less than the one
+    before. lam = 1 gives R - v_t (no trust in q), lam = 0 gives q_t - v_t (all of the credit is the critic's).
 
     Args:
         reward_B: Reward of each row.
-        values_BT: Value of the state before each own turn.
-        lam: Lambda in [0, 1].
+        before_BT: Values before each own turn.
+        after_BT: Values right after each own turn.
+        lam: Lambda in [0, 1], for one message: a full turn of both sides is two.
 
     Returns:
         Advantage of each turn, by row.
     """
     advantages = []
-    for reward, values in zip(reward_B, values_BT, strict=True):
-        deltas = np.append(values[1:], reward) - values
-        running, out = 0.0, np.empty(len(values))
-        for t in range(len(values) - 1, -1, -1):
-            running = deltas[t] + lam * running
-            out[t] = running
+    for reward, before, after in zip(reward_B, before_BT, after_BT, strict=True):
+        running, following, out = 0.0, float(reward), np.empty(len(before))
+        for t in range(len(before) - 1, -1, -1):
+            running = (after[t] - before[t]) + lam * ((following - after[t]) + lam * running)
+            out[t], following = running, float(before[t])
         advantages.append(out)
     return advantages
+
+
+def explained(reward_B: np.ndarray, mean_B: np.ndarray, values_BT: Sequence[np.ndarray]) -> float:
+    """Share of the variance within groups that values explain, over all turns."""
+    lengths = [len(values) for values in values_BT]
+    error = np.repeat(reward_B, lengths) - np.concatenate(values_BT)
+    spread = np.repeat(reward_B - mean_B, lengths)
+    return 1 - float((error**2).sum() / max((spread**2).sum(), 1e-12))

@@ -35,8 +35,10 @@ class PPOConfig:
         minibatches: Optimizer steps a pass.
         micro_tokens: Most tokens (padding included) in one forward; smaller saves memory and changes no number.
         advantage: `group`: reward less the mean of the same scenario, role and opponent, for all own tokens alike;
-            `turn`: each own turn against a linear critic on top of that mean; `role`: less a running mean of the role.
-        lam: Lambda of `turn`; 1 trusts only final rewards, less trusts the critic more.
+            `turn`: each own message by a critic of what it and the reply to it changed (bupo/learn/critic.py), on top
+            of that mean; `role`: less a running mean of the role.
+        lam: Lambda of `turn`, for one message; 1 trusts only final rewards, less trusts the critic more.
+        critic_window: Iterations whose dialogues the critic of `turn` is fitted on.
         scale: What advantages are divided by: the standard deviation of each `group`, of the `batch`, or `none`.
         keep: Share of each group's rows that are learnt from: those with the most extreme advantages.
         kl_reference: Weight of KL(mu || reference), exact over the vocabulary.
@@ -59,13 +61,14 @@ class PPOConfig:
     minibatches: int = 6
     micro_tokens: int = 2048
     advantage: str = "turn"
-    lam: float = 0.9
+    lam: float = 0.5
+    critic_window: int = 8
     scale: str = "batch"
     keep: float = 0.5
     kl_reference: float = 0.15
     kl_old: float = 0.1
     entropy: float = 0.0
-    diversity: float = 0.3
+    diversity: float = 0.15
     diversity_cap: float = 0.1
     max_grad_norm: float = 1.0
     temperature: float = 0.7
@@ -83,6 +86,7 @@ class PPOConfig:
                 at_least("micro_tokens", self.micro_tokens, 64),
                 one_of("advantage", self.advantage, ADVANTAGES),
                 in_range("lam", self.lam, 0, 1),
+                at_least("critic_window", self.critic_window, 1),
                 one_of("scale", self.scale, SCALES),
                 in_range("keep", self.keep, 0, 1, include_low=False),
                 at_least("kl_reference", self.kl_reference, 0),

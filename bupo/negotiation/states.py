@@ -1,32 +1,101 @@
-"""What a seat knew at each of its turns, as numbers: the state that a critic judges.
+"""What a seat knew before and after each of its messages, as numbers: the states that a critic judges.
 
 Shape legend: T own turns of a seat, F features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from bupo.negotiation.scenario import Scenario
-from bupo.records import Episode
+from bupo.negotiation.rewards import tone
+from bupo.negotiation.scenario import Profile, Scenario
+from bupo.records import Episode, Outcome, Turn
 
 FEATURES = (
     "time",
     "last_round",
+    "last_word",
     "has_standing",
     "standing",
     "standing_gain",
     "has_own",
     "own",
+    "conceded",
     "refused",
-    "standing_gain x time",
-    "own x time",
-    "standing_gain x last_round",
+    "accepted",
+    "deal",
+    "deal_gain",
+    "walked",
+    "tone",
+    "repeats",
+    "takes_back",
 )
 
 
-def turn_states(scenario: Scenario, episode: Episode, seat: int) -> np.ndarray:
-    """The state before each own turn, from what the seat itself could see.
+@dataclass
+class _Seat:
+    """What one seat has seen and done so far."""
+
+    profile: Profile
+    rounds: int
+    last_word: bool
+    standing: float | None = None
+    offers: list[Outcome] = field(default_factory=list)
+    asked: list[float] = field(default_factory=list)
+    tones: list[float] = field(default_factory=list)
+    messages: int = 0
+    act: str = ""
+
+    def share(self, outcome: Outcome) -> float:
+        """Surplus share of an outcome, cut to [-1, 1]."""
+        return float(np.clip(self.profile.surplus(outcome), -1, 1))
+
+    def hear(self, turn: Turn) -> None:
+        """The other side's message."""
+        if turn.action.outcome is not None:
+            self.standing = self.share(turn.action.outcome)
+
+    def say(self, turn: Turn) -> None:
+        """An own message."""
+        self.act = turn.action.kind
+        self.tones.append(tone(turn.text))
+        if turn.action.outcome is not None:
+            self.offers.append(turn.action.outcome)
+            self.asked.append(self.share(turn.action.outcome))
+
+    def features(self) -> tuple[float, ...]:
+        """The state now."""
+        round_ = min(self.messages // 2, self.rounds - 1)
+        standing = self.standing or 0.0
+        pairs = list(zip(self.asked, self.asked[1:], strict=False))
+        repeats = [a == b for a, b in zip(self.offers, self.offers[1:], strict=False)]
+        accepted = self.act == "accept"
+        return (
+            round_ / max(self.rounds - 1, 1),
+            float(round_ == self.rounds - 1),
+            float(self.last_word),
+            float(self.standing is not None),
+            standing,
+            max(standing, 0.0),
+            float(bool(self.asked)),
+            self.asked[-1] if self.asked else 0.0,
+            self.asked[-2] - self.asked[-1] if len(self.asked) > 1 else 0.0,
+            float(self.act == "invalid"),
+            float(accepted),
+            standing if accepted else 0.0,
+            max(standing, 0.0) if accepted else 0.0,
+            float(self.act == "walk"),
+            float(np.mean(self.tones)) if self.tones else 0.5,
+            float(np.mean(repeats)) if repeats else 0.0,
+            float(np.mean([after > before for before, after in pairs])) if pairs else 0.0,
+        )
+
+
+def turn_states(scenario: Scenario, episode: Episode, seat: int) -> tuple[np.ndarray, np.ndarray]:
+    """The state before and right after each own message, from what the seat itself could see.
 
     Args:
         scenario: The problem; only the seat's own profile is read.
@@ -34,38 +103,25 @@ def turn_states(scenario: Scenario, episode: Episode, seat: int) -> np.ndarray:
         seat: Whose turns.
 
     Returns:
-        Features by turn, [T, F]: time in [0, 1], surplus shares of the other side's standing offer and of the own last
-        offer (cut to [-1, 1]; 0 where there is none), their gains above the reservation, flags, and products with time.
+        Features before and after, [T, F] each. Time is in [0, 1]; `standing` (the other side's offer), `own` (the last
+        offer) and `deal` (what was accepted) are surplus shares cut to [-1, 1], 0 where there is none, `..._gain` their
+        part above the reservation; `conceded` is the step from the own offer before; `tone`, `repeats` and
+        `takes_back` are means over own messages so far.
     """
-    profile, messages, refused = scenario.profiles[seat], 0, False
-    surplus: list[float | None] = [None, None]
-    states = []
+    opener = episode.turns[0].seat if episode.turns else 0
+    now = _Seat(profile=scenario.profiles[seat], rounds=scenario.rounds, last_word=opener != seat)
+    before, after = [], []
     for turn in episode.turns:
         if turn.seat == seat:
-            time = (messages // 2) / max(scenario.rounds - 1, 1)
-            last = float(messages // 2 == scenario.rounds - 1)
-            standing, own = (surplus[1 - seat], surplus[seat])
-            value, gain = standing or 0.0, max(standing or 0.0, 0.0)
-            asked = own or 0.0
-            flags = (float(standing is not None), float(own is not None))
-            states.append(
-                (
-                    time,
-                    last,
-                    flags[0],
-                    value,
-                    gain,
-                    flags[1],
-                    asked,
-                    float(refused),
-                    gain * time,
-                    asked * time,
-                    gain * last,
-                )
-            )
-        refused = turn.action.kind == "invalid"
-        if not refused:
-            messages += 1
-        if turn.action.outcome is not None:
-            surplus[turn.seat] = float(np.clip(profile.surplus(turn.action.outcome), -1, 1))
-    return np.array(states, dtype=float).reshape(-1, len(FEATURES))
+            before.append(now.features())
+            now.say(turn)
+            after.append(now.features())
+        else:
+            now.hear(turn)
+        if turn.action.kind != "invalid":
+            now.messages += 1
+
+    def stacked(rows: Sequence[tuple[float, ...]]) -> np.ndarray:
+        return np.array(rows, dtype=float).reshape(-1, len(FEATURES))
+
+    return stacked(before), stacked(after)

@@ -47,7 +47,7 @@ class PoolConfig:
     alpha: float = 16.0
     targets: str = "all-linear"
     branch_layers: int | float | str = 0.5
-    perturbation: float = 0.5
+    perturbation: float = 0.3
 
     def __post_init__(self) -> None:
         """Checks the values."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bupo.learn.advantages import group_advantages, most_informative, role_advantages
+from bupo.learn.advantages import group_advantages, most_informative, role_advantages, scaled_turns
 
 
 def test_group_advantage_is_reward_less_group_mean():
@@ -78,3 +78,18 @@ def test_the_most_extreme_rows_of_each_group_are_kept():
     assert most_informative(advantage, group, 0.5).tolist() == [1, 2, 6, 7]
     assert most_informative(advantage, group, 1.0).tolist() == [0, 1, 2, 3, 6, 7]  # advantage 0 teaches nothing
     assert most_informative(np.zeros(4), np.array([0, 0, 1, 1]), 0.5).tolist() == [0, 1, 2, 3]
+
+
+def test_turn_advantages_are_scaled_by_their_root_mean_square():
+    turns, index = [np.array([3.0, -4.0]), np.array([0.0]), np.array([1.0])], np.array([0, 0, 1])
+    by_batch = scaled_turns(turns, index, scale="batch")
+    np.testing.assert_allclose(np.concatenate(by_batch), np.array([3, -4, 0, 1]) / np.sqrt(26 / 4))
+    by_group = scaled_turns(turns, index, scale="group")
+    np.testing.assert_allclose(np.concatenate(by_group), [*(np.array([3, -4, 0]) / np.sqrt(25 / 3)), 1])
+    for same, original in zip(scaled_turns(turns, index, scale="none"), turns, strict=True):
+        np.testing.assert_array_equal(same, original)
+
+
+def test_a_group_without_differences_gets_zeros():
+    got = scaled_turns([np.zeros(2), np.ones(1)], np.array([0, 1]), scale="group")
+    np.testing.assert_allclose(np.concatenate(got), [0, 0, 1])

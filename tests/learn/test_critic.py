@@ -1,44 +1,98 @@
-"""bupo.learn.critic against hand sums and an independent solver."""
+"""bupo.learn.critic against hand sums, an independent solver and a small world whose values are known."""
 
 import numpy as np
 import pytest
 
-from bupo.learn.critic import RIDGE, fit_values, turn_advantages
+from bupo.learn.critic import RIDGE, TurnCritic, explained, products, ridge, turn_advantages
 
 
 def test_with_lambda_one_the_advantage_is_the_reward_less_the_value():
-    values = [np.array([0.2, 0.5, 0.1]), np.array([0.4])]
-    got = turn_advantages(np.array([1.0, 0.0]), values, 1.0)
+    before, after = [np.array([0.2, 0.5, 0.1]), np.array([0.4])], [np.array([9.0, 8.0, 7.0]), np.array([6.0])]
+    got = turn_advantages(np.array([1.0, 0.0]), before, after, 1.0)
     np.testing.assert_allclose(got[0], [0.8, 0.5, 0.9])
     np.testing.assert_allclose(got[1], [-0.4])
 
 
-def test_with_lambda_zero_it_is_the_change_of_value():
-    got = turn_advantages(np.array([1.0]), [np.array([0.2, 0.5, 0.1])], 0.0)
-    np.testing.assert_allclose(got[0], [0.3, -0.4, 0.9])
+def test_with_lambda_zero_it_is_what_the_message_changed():
+    before, after = [np.array([0.2, 0.5, 0.1])], [np.array([0.3, 0.4, 0.9])]
+    got = turn_advantages(np.array([1.0]), before, after, 0.0)
+    np.testing.assert_allclose(got[0], [0.1, -0.1, 0.8])
 
 
 def test_in_between_by_hand():
-    (got,) = turn_advantages(np.array([1.0]), [np.array([0.2, 0.6])], 0.5)
-    np.testing.assert_allclose(got, [0.4 + 0.5 * 0.4, 0.4])
+    # Differences: .3 - .2, .6 - .3, .4 - .6, 1 - .4.
+    (got,) = turn_advantages(np.array([1.0]), [np.array([0.2, 0.6])], [np.array([0.3, 0.4])], 0.5)
+    np.testing.assert_allclose(got, [0.1 + 0.5 * 0.3 + 0.25 * -0.2 + 0.125 * 0.6, -0.2 + 0.5 * 0.6])
 
 
-def test_values_solve_the_ridge_problem_around_the_group_mean():
+def test_products_are_all_pairs_once():
+    got = products(np.array([[2.0, 3.0, 5.0]]))
+    assert sorted(got[0]) == sorted([2, 3, 5, 4, 6, 10, 9, 15, 25])
+
+
+def test_ridge_against_least_squares_with_pseudo_observations():
     rng = np.random.default_rng(0)
-    states = [rng.normal(size=(t, 3)) for t in (2, 4, 1, 3)]
-    reward, mean = rng.normal(size=4), np.array([0.1, 0.1, -0.2, -0.2])
-    lengths = [len(s) for s in states]
-    phi = np.concatenate(states)
-    x = (phi - phi.mean(0)) / phi.std(0)
-    # Ridge as ordinary least squares with one pseudo-observation a weight.
-    stacked = np.concatenate([x, np.sqrt(RIDGE * len(x)) * np.eye(3)])
-    target = np.concatenate([np.repeat(reward - mean, lengths), np.zeros(3)])
-    weights = np.linalg.lstsq(stacked, target, rcond=None)[0]
-    expected = np.repeat(mean, lengths) + x @ weights
-    np.testing.assert_allclose(np.concatenate(fit_values(reward, mean, states)), expected, atol=1e-10)
+    x, y, judged = rng.normal(size=(10, 3)), rng.normal(size=10), rng.normal(size=(4, 3))
+    z = (x - x.mean(0)) / x.std(0)
+    stacked = np.concatenate([z, np.sqrt(RIDGE * len(z)) * np.eye(3)])
+    weights = np.linalg.lstsq(stacked, np.concatenate([y - y.mean(), np.zeros(3)]), rcond=None)[0]
+    np.testing.assert_allclose(ridge(x, y, judged), y.mean() + (judged - x.mean(0)) / x.std(0) @ weights, atol=1e-10)
 
 
 def test_a_constant_feature_is_harmless():
-    states = [np.ones((2, 1)), np.ones((1, 1))]
-    values = fit_values(np.array([1.0, 0.0]), np.array([0.5, 0.5]), states)
-    assert np.concatenate(values) == pytest.approx([0.5, 0.5, 0.5])
+    got = ridge(np.ones((3, 1)), np.array([1.0, 0.0, 0.5]), np.ones((2, 1)))
+    assert got == pytest.approx([0.5, 0.5])
+
+
+def world(rng, rows):
+    """Two own turns: each says x, the reply adds noise that nothing tells beforehand; the reward is the sum.
+
+    Features: what was said so far, what was replied so far, both known from then on.
+    """
+    said, noise = rng.normal(size=(rows, 2)), rng.normal(size=(rows, 2))
+    before = [np.array([[0, 0], [s[0], e[0]]]) for s, e in zip(said, noise, strict=True)]
+    after = [np.array([[s[0], 0], [s[0] + s[1], e[0]]]) for s, e in zip(said, noise, strict=True)]
+    return said, said.sum(1) + noise.sum(1), before, after
+
+
+def test_a_messages_own_part_is_told_from_the_noise_of_the_reply():
+    rng = np.random.default_rng(0)
+    critic = TurnCritic(window=8)
+    for _ in range(8):
+        said, reward, before, after = world(rng, 200)
+        values, followed = critic.judge(reward, np.zeros(200), before, after)
+    alone = np.array(turn_advantages(reward, values, followed, 0.0))
+    whole = np.array(turn_advantages(reward, values, followed, 1.0))
+    # By construction the value of saying x is x.
+    assert np.corrcoef(alone.ravel(), said.ravel())[0, 1] > 0.97
+    assert np.corrcoef(whole.ravel(), said.ravel())[0, 1] < 0.75
+    # V knows half of the variance on the second turn, nothing on the first; Q knows 1/4 and then 3/4.
+    assert explained(reward, np.zeros(200), values) == pytest.approx(0.25, abs=0.08)
+    assert explained(reward, np.zeros(200), followed) == pytest.approx(0.5, abs=0.08)
+
+
+def test_values_stand_on_the_mean_of_the_group():
+    _, reward, before, after = world(np.random.default_rng(1), 50)
+    mean = np.full(50, 7.0)
+    at_zero = TurnCritic(window=1).judge(reward, np.zeros(50), before, after)
+    at_seven = TurnCritic(window=1).judge(reward + 7, mean, before, after)
+    for low, high in zip(at_zero, at_seven, strict=True):
+        np.testing.assert_allclose(np.concatenate(high), np.concatenate(low) + 7, atol=1e-9)
+
+
+def test_only_the_window_is_remembered_and_a_checkpoint_restores_it():
+    rng = np.random.default_rng(2)
+    critic, late = TurnCritic(window=2), TurnCritic(window=2)
+    batches = [world(rng, 20)[1:] for _ in range(4)]
+    for reward, before, after in batches[:3]:
+        critic.judge(reward, np.zeros(20), before, after)
+    for reward, before, after in batches[1:3]:
+        late.judge(reward, np.zeros(20), before, after)
+    restored = TurnCritic(window=2)
+    restored.restore(critic.state())
+    reward, before, after = batches[3]
+    expected = late.judge(reward, np.zeros(20), before, after)
+    for other in (critic, restored):
+        got = other.judge(reward, np.zeros(20), before, after)
+        np.testing.assert_array_equal(np.concatenate(got[1]), np.concatenate(expected[1]))
+        assert len(other.memory) == 2

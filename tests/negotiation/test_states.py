@@ -1,54 +1,82 @@
-"""bupo.negotiation.states by hand."""
+"""bupo.negotiation.states by hand, on the scenario of tests/tiny.py (utilities in points: see there)."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 
 from bupo.negotiation.dialogue import Dialogue
 from bupo.negotiation.protocol import render_offer
-from bupo.negotiation.scenario import ScenarioConfig, procurement
 from bupo.negotiation.states import FEATURES, turn_states
 
-SCENARIO = procurement(ScenarioConfig(), 3)
+SCENARIO = replace(tiny.HAND, rounds=3)
+"""The supplier (limit 30) opens, so the buyer (limit 40) has the last word."""
 
 
 def offer(*outcome):
     return render_offer(SCENARIO.issues, outcome)
 
 
-def test_states_tell_what_the_seat_saw_before_each_of_its_turns():
+def play(*texts):
     dialogue = Dialogue(SCENARIO, ("a", "b"))
-    first, second = SCENARIO.opener, 1 - SCENARIO.opener
-    for text in (offer(0, 0, 0), "hm", offer(8, 4, 4), "[Accept]"):
+    for text in texts:
         dialogue.take(text)
-    episode = dialogue.episode()
-    profile = SCENARIO.profiles[second]
-    states = turn_states(SCENARIO, episode, second)
-    assert states.shape == (2, len(FEATURES))
-    row = dict(zip(FEATURES, states[0], strict=True))
-    share = float(np.clip(profile.surplus((0, 0, 0)), -1, 1))
-    assert (row["time"], row["has_own"], row["refused"]) == (0.0, 0.0, 0.0)
-    assert row["has_standing"] == 1 and row["standing"] == pytest.approx(share)
-    assert dict(zip(FEATURES, states[1], strict=True))["refused"] == 1
-    opener = turn_states(SCENARIO, episode, first)
-    assert dict(zip(FEATURES, opener[0], strict=True))["has_standing"] == 0
-    later = dict(zip(FEATURES, opener[1], strict=True))
-    own = float(np.clip(SCENARIO.profiles[first].surplus((0, 0, 0)), -1, 1))
-    assert later["own"] == pytest.approx(own) and later["time"] == pytest.approx(1 / (SCENARIO.rounds - 1))
+    return dialogue.episode()
+
+
+def rows(states):
+    return [dict(zip(FEATURES, row, strict=True)) for row in states]
+
+
+def test_before_and_after_each_message_of_the_buyer():
+    # The supplier asks 100 and then 75 points (buyer: 0, 30); the buyer asks 100, repeats it, then takes 40 points.
+    episode = play(
+        offer(2, 0), "Thanks. " + offer(0, 1), offer(1, 0), "Enough! " + offer(0, 1), offer(2, 1), "[Accept]"
+    )
+    before, after = (rows(states) for states in turn_states(SCENARIO, episode, 0))
+    assert [row["time"] for row in before] == [0, 0.5, 1] and [row["last_round"] for row in before] == [0, 0, 1]
+    assert {row["last_word"] for row in before} == {1.0}
+    # Surplus shares of the buyer: (points - 40) / 60.
+    assert [row["standing"] for row in before] == pytest.approx([-40 / 60, -10 / 60, 0])
+    assert [row["standing_gain"] for row in before] == [0, 0, 0]
+    assert [row["has_own"] for row in before] == [0, 1, 1] and [row["has_own"] for row in after] == [1, 1, 1]
+    assert [row["own"] for row in after] == pytest.approx([1, 1, 1])
+    assert [row["tone"] for row in before] == pytest.approx([0.5, 1, 0.5])
+    assert [row["repeats"] for row in after] == [0, 1, 1]
+    assert [row["accepted"] for row in before] == [0, 0, 0] and [row["accepted"] for row in after] == [0, 0, 1]
+    assert after[2]["deal"] == pytest.approx(0)
+
+
+def test_concessions_and_steps_back_of_the_supplier():
+    # Points of the supplier: 100, 75, 100; limit 30.
+    episode = play(offer(2, 0), offer(0, 1), offer(1, 0), offer(0, 1), offer(2, 0), "[Walk]")
+    before, after = (rows(states) for states in turn_states(SCENARIO, episode, 1))
+    assert {row["last_word"] for row in before} == {0.0}
+    assert before[0]["has_standing"] == 0 and before[1]["standing"] == pytest.approx(-30 / 70)
+    assert [row["conceded"] for row in after] == pytest.approx([0, 25 / 70, -25 / 70])
+    assert [row["takes_back"] for row in after] == pytest.approx([0, 0, 0.5])
+    buyer = rows(turn_states(SCENARIO, episode, 0)[1])
+    assert [row["walked"] for row in buyer] == [0, 0, 1]
+
+
+def test_a_refused_message_is_seen_and_takes_no_time():
+    episode = play(offer(2, 0), "hm", offer(0, 1), "[Accept]")
+    before, after = (rows(states) for states in turn_states(SCENARIO, episode, 0))
+    assert [row["refused"] for row in before] == [0, 1] and [row["refused"] for row in after] == [1, 0]
+    assert [row["time"] for row in before] == [0, 0]
 
 
 def test_states_read_nothing_of_the_other_sides_profile():
-    from dataclasses import replace
-
-    dialogue = Dialogue(SCENARIO, ("a", "b"))
-    for text in (offer(0, 0, 0), offer(8, 4, 4), "[Accept]"):
-        dialogue.take(text)
-    episode = dialogue.episode()
-    other = replace(SCENARIO.profiles[1], limit=0, points=((1,) * 9, (1,) * 5, (1,) * 5))
+    episode = play(offer(2, 0), offer(0, 1), "[Accept]")
+    other = replace(SCENARIO.profiles[1], limit=0, points=((1, 1, 1), (1, 1)))
     changed = replace(SCENARIO, profiles=(SCENARIO.profiles[0], other))
-    np.testing.assert_array_equal(turn_states(SCENARIO, episode, 0), turn_states(changed, episode, 0))
+    for ours, theirs in zip(turn_states(SCENARIO, episode, 0), turn_states(changed, episode, 0), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_seat_that_never_spoke_has_no_states():
     dialogue = Dialogue(SCENARIO, ("a", "b"), retries=0)
     dialogue.take("hm")
-    assert turn_states(SCENARIO, dialogue.episode(), 1 - SCENARIO.opener).shape == (0, len(FEATURES))
+    for states in turn_states(SCENARIO, dialogue.episode(), 0):
+        assert states.shape == (0, len(FEATURES))
