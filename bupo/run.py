@@ -27,6 +27,7 @@ from bupo.learn.ppo import PPOConfig
 from bupo.learn.warmstart import WarmstartConfig, prepare_base
 from bupo.negotiation.rewards import RewardConfig
 from bupo.negotiation.scenario import ScenarioConfig
+from bupo.negotiation.states import design, situation
 from bupo.policies.bases import NANO, SMOLLM2, Base
 from bupo.policies.lockstep import Lockstep, freeze
 from bupo.policies.nano import NanoConfig
@@ -229,7 +230,7 @@ def initialise(config: Config) -> Run:
         lockstep=lockstep,
         coordinator=coordinator,
         optimizer=PolicyOptimizer(pool, config.ppo.max_grad_norm),
-        critic=TurnCritic(config.ppo.critic_window),
+        critic=TurnCritic(design=design, situation=situation, window=config.ppo.critic_window),
         league=League(config.interact.league_size),
         evaluator=DynamicEvaluator(config.evaluator, config.ppo.micro_tokens, config.ppo.temperature),
         table=Table(

@@ -9,18 +9,14 @@ Shape legend: B rows (one a learner-played seat), T own turns of a row, F featur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-RIDGE = 0.03
-
-
-def products(features_NF: np.ndarray) -> np.ndarray:
-    """Features and all products of two of them, [N, F + F (F + 1) / 2]."""
-    first, second = np.triu_indices(features_NF.shape[1])
-    return np.concatenate([features_NF, features_NF[:, first] * features_NF[:, second]], axis=1)
+RIDGE = 0.1
+FEWEST = 20
+"""Turns of a situation that a fit needs; with fewer, its states are judged as average."""
 
 
 def ridge(features_NF: np.ndarray, target_N: np.ndarray, judged_MF: np.ndarray) -> np.ndarray:
@@ -45,13 +41,17 @@ def ridge(features_NF: np.ndarray, target_N: np.ndarray, judged_MF: np.ndarray) 
 
 @dataclass
 class TurnCritic:
-    """Values of states and afterstates, relative to the mean reward of a row's group.
+    """Values of states and afterstates, relative to the mean reward of a row's group: one ridge fit a situation.
 
     Attributes:
+        design: Features of states -> what the fit sees, [N, F] -> [N, F'].
+        situation: Features of states -> number of the situation, [N, F] -> [N].
         window: Calls of `judge` whose rows are remembered; policies change slowly, and one iteration's rows are few.
         memory: Features before, features after and target of each turn, by call, oldest first.
     """
 
+    design: Callable[[np.ndarray], np.ndarray]
+    situation: Callable[[np.ndarray], np.ndarray]
     window: int
     memory: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
 
@@ -82,10 +82,19 @@ class TurnCritic:
         cuts = np.cumsum(lengths)[:-1]
         values = []
         for part, judged in enumerate((before, after)):
-            known = products(np.concatenate([entry[part] for entry in self.memory]))
-            fitted = ridge(known, target, products(judged))
+            known = np.concatenate([entry[part] for entry in self.memory])
+            fitted = self._fitted(known, target, judged)
             values.append(np.split(np.repeat(mean_B, lengths) + fitted, cuts))
         return values[0], values[1]
+
+    def _fitted(self, known_NF: np.ndarray, target_N: np.ndarray, judged_MF: np.ndarray) -> np.ndarray:
+        where_N, where_M = self.situation(known_NF), self.situation(judged_MF)
+        fitted_M = np.zeros(len(judged_MF))
+        for kind in np.unique(where_M):
+            known, judged = where_N == kind, where_M == kind
+            if known.sum() >= FEWEST:
+                fitted_M[judged] = ridge(self.design(known_NF[known]), target_N[known], self.design(judged_MF[judged]))
+        return fitted_M
 
     def state(self) -> dict[str, np.ndarray]:
         """What a checkpoint keeps."""

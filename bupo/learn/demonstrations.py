@@ -17,8 +17,9 @@ SFT_SEEDS = 500_000
 SFT_SPAN = 400_000
 """Number of SFT scenario seeds."""
 
-IMITATED = {"firm": 0.7, "eager": 0.3}
-"""Shares of the players that SFT imitates: those that close nearly every deal worth closing."""
+IMITATED = {"firm": 0.5, "eager": 0.5}
+"""Shares of the players that SFT imitates: those that close nearly every deal worth closing. Which of them is better is
+for reinforcement learning to find out."""
 HEARD = {"firm": 0.42, "eager": 0.38, "random": 0.08, "micro": 0.07, "tough": 0.05}
 """Shares of the players on the other side, whose messages are imitated only where they are in `IMITATED`."""
 

@@ -48,9 +48,9 @@ class RewardConfig:
     relationship: float = 0.3
     efficiency: float = 0.1
     creativity: float = 0.1
-    no_deal: float = -0.2
-    irrational: float = -0.3
-    invalid: float = -0.6
+    no_deal: float = -0.4
+    irrational: float = -0.5
+    invalid: float = -0.8
     refused: float = 0.05
 
     def __post_init__(self) -> None:

@@ -5,7 +5,6 @@ Shape legend: T own turns of a seat, F features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +32,30 @@ FEATURES = (
     "repeats",
     "takes_back",
 )
+SURPLUSES = ("standing", "own", "deal")
+KNOTS = (-0.15, 0.0, 0.15, 0.3, 0.45)
+
+
+def design(features_NF: np.ndarray) -> np.ndarray:
+    """What a linear critic sees: features, all products of two, and hinges max(x - knot, 0) of the surplus shares.
+
+    A last offer is taken up to a point and not beyond it: hinges let a linear model bend there.
+    """
+    first, second = np.triu_indices(features_NF.shape[1])
+    surplus = features_NF[:, [FEATURES.index(name) for name in SURPLUSES]]
+    hinges = np.maximum(surplus[:, :, None] - np.array(KNOTS), 0).reshape(len(features_NF), -1)
+    return np.concatenate([features_NF, features_NF[:, first] * features_NF[:, second], hinges], axis=1)
+
+
+def situation(features_NF: np.ndarray) -> np.ndarray:
+    """The situation of each state, [N], one of eight: accepted or not, last round or not, who has the last word.
+
+    An offer that can be answered by another is another thing than one that must be taken or left.
+    """
+    last_round, last_word, accepted = (
+        features_NF[:, FEATURES.index(name)].astype(int) for name in ("last_round", "last_word", "accepted")
+    )
+    return 4 * accepted + 2 * last_round + last_word
 
 
 @dataclass
@@ -121,7 +144,5 @@ def turn_states(scenario: Scenario, episode: Episode, seat: int) -> tuple[np.nda
         if turn.action.kind != "invalid":
             now.messages += 1
 
-    def stacked(rows: Sequence[tuple[float, ...]]) -> np.ndarray:
-        return np.array(rows, dtype=float).reshape(-1, len(FEATURES))
-
-    return stacked(before), stacked(after)
+    shape = (-1, len(FEATURES))
+    return np.array(before, dtype=float).reshape(shape), np.array(after, dtype=float).reshape(shape)

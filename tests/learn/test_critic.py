@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bupo.learn.critic import RIDGE, TurnCritic, explained, products, ridge, turn_advantages
+from bupo.learn.critic import FEWEST, RIDGE, TurnCritic, explained, ridge, turn_advantages
 
 
 def test_with_lambda_one_the_advantage_is_the_reward_less_the_value():
@@ -25,9 +25,8 @@ def test_in_between_by_hand():
     np.testing.assert_allclose(got, [0.1 + 0.5 * 0.3 + 0.25 * -0.2 + 0.125 * 0.6, -0.2 + 0.5 * 0.6])
 
 
-def test_products_are_all_pairs_once():
-    got = products(np.array([[2.0, 3.0, 5.0]]))
-    assert sorted(got[0]) == sorted([2, 3, 5, 4, 6, 10, 9, 15, 25])
+def critic(window=8, situation=None):
+    return TurnCritic(design=lambda x: x, situation=situation or (lambda x: np.zeros(len(x), dtype=int)), window=window)
 
 
 def test_ridge_against_least_squares_with_pseudo_observations():
@@ -57,10 +56,10 @@ def world(rng, rows):
 
 def test_a_messages_own_part_is_told_from_the_noise_of_the_reply():
     rng = np.random.default_rng(0)
-    critic = TurnCritic(window=8)
+    judge = critic()
     for _ in range(8):
         said, reward, before, after = world(rng, 200)
-        values, followed = critic.judge(reward, np.zeros(200), before, after)
+        values, followed = judge.judge(reward, np.zeros(200), before, after)
     alone = np.array(turn_advantages(reward, values, followed, 0.0))
     whole = np.array(turn_advantages(reward, values, followed, 1.0))
     # By construction the value of saying x is x.
@@ -74,25 +73,39 @@ def test_a_messages_own_part_is_told_from_the_noise_of_the_reply():
 def test_values_stand_on_the_mean_of_the_group():
     _, reward, before, after = world(np.random.default_rng(1), 50)
     mean = np.full(50, 7.0)
-    at_zero = TurnCritic(window=1).judge(reward, np.zeros(50), before, after)
-    at_seven = TurnCritic(window=1).judge(reward + 7, mean, before, after)
+    at_zero = critic(window=1).judge(reward, np.zeros(50), before, after)
+    at_seven = critic(window=1).judge(reward + 7, mean, before, after)
     for low, high in zip(at_zero, at_seven, strict=True):
         np.testing.assert_allclose(np.concatenate(high), np.concatenate(low) + 7, atol=1e-9)
 
 
 def test_only_the_window_is_remembered_and_a_checkpoint_restores_it():
     rng = np.random.default_rng(2)
-    critic, late = TurnCritic(window=2), TurnCritic(window=2)
+    early, late = critic(window=2), critic(window=2)
     batches = [world(rng, 20)[1:] for _ in range(4)]
     for reward, before, after in batches[:3]:
-        critic.judge(reward, np.zeros(20), before, after)
+        early.judge(reward, np.zeros(20), before, after)
     for reward, before, after in batches[1:3]:
         late.judge(reward, np.zeros(20), before, after)
-    restored = TurnCritic(window=2)
-    restored.restore(critic.state())
+    restored = critic(window=2)
+    restored.restore(early.state())
     reward, before, after = batches[3]
     expected = late.judge(reward, np.zeros(20), before, after)
-    for other in (critic, restored):
+    for other in (early, restored):
         got = other.judge(reward, np.zeros(20), before, after)
         np.testing.assert_array_equal(np.concatenate(got[1]), np.concatenate(expected[1]))
         assert len(other.memory) == 2
+
+
+def test_each_situation_has_its_own_fit_and_a_rare_one_none():
+    rng = np.random.default_rng(3)
+    kinds = np.array([0] * 60 + [1] * 60 + [2] * (FEWEST - 1))
+    x = rng.normal(size=len(kinds))
+    states = [np.array([[kind, value]]) for kind, value in zip(kinds, x, strict=True)]
+    reward = np.where(kinds == 0, x, -x)
+    judge = critic(situation=lambda states: states[:, 0].astype(int))
+    values, _ = judge.judge(reward, np.zeros(len(kinds)), states, states)
+    got = np.concatenate(values)
+    for kind, sign in ((0, 1), (1, -1)):
+        assert np.corrcoef(got[kinds == kind], sign * x[kinds == kind])[0, 1] > 0.999
+    np.testing.assert_array_equal(got[kinds == 2], 0)

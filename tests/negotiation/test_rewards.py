@@ -217,15 +217,15 @@ def test_endings_by_hand():
     walked = talk(say(2, 0), say(0, 1), say(2, 0), "Thank you. [Walk]")
     for seat in (0, 1):
         seen = reward(CONFIG, SCENARIO, walked, seat)
-        assert seen.total == -0.2
+        assert seen.total == -0.4
         assert {getattr(seen, part) for part in PARTS} == {0.0}
     caved = talk(say(2, 0), "Thank you. [Accept]")  # 0 points: 40 of 60 below the limit
-    assert reward(CONFIG, SCENARIO, caved, 0).total == pytest.approx(-0.3 - 0.2 * 40 / 60)
+    assert reward(CONFIG, SCENARIO, caved, 0).total == pytest.approx(-0.5 - 0.2 * 40 / 60)
     assert reward(CONFIG, SCENARIO, caved, 0).relationship == pytest.approx(0.45 + 0.4 + 0.1 + 0.05 * 1.0)
     broken = talk(say(2, 0), "hm", "hm")
-    assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.6 - 2 * 0.05)
+    assert reward(CONFIG, SCENARIO, broken, 0).total == pytest.approx(-0.8 - 2 * 0.05)
     # The other side is not to blame, but has no deal either.
-    assert reward(CONFIG, SCENARIO, broken, 1).total == -0.2
+    assert reward(CONFIG, SCENARIO, broken, 1).total == -0.4
 
 
 def test_each_refused_message_costs_the_seat_that_wrote_it():
@@ -278,7 +278,7 @@ def test_irrational_deals_get_worse_with_the_loss():
     episode = talk(say(2, 0), "[Accept]")
     totals = [reward(CONFIG, SCENARIO, with_deal(SCENARIO, episode, o), 0).total for o in ((2, 0), (1, 0))]
     assert totals[1] - totals[0] == pytest.approx(0.2 * 30 / 60)
-    assert totals[1] == pytest.approx(-0.3 - 0.2 * 10 / 60)
+    assert totals[1] == pytest.approx(-0.5 - 0.2 * 10 / 60)
 
 
 def frontier_steps(scenario, seat):
@@ -393,8 +393,8 @@ def test_weights_scale_their_parts_only():
     [
         ({"economic": -0.1}, "economic"),
         ({"no_deal": 0.5}, "no_deal"),
-        ({"irrational": -0.2}, "irrational"),
-        ({"invalid": -0.4}, "invalid"),
+        ({"irrational": -0.4}, "irrational"),
+        ({"invalid": -0.6}, "invalid"),
         ({"refused": -1}, "refused"),
     ],
 )

@@ -8,7 +8,7 @@ import tiny
 
 from bupo.negotiation.dialogue import Dialogue
 from bupo.negotiation.protocol import render_offer
-from bupo.negotiation.states import FEATURES, turn_states
+from bupo.negotiation.states import FEATURES, KNOTS, SURPLUSES, design, situation, turn_states
 
 SCENARIO = replace(tiny.HAND, rounds=3)
 """The supplier (limit 30) opens, so the buyer (limit 40) has the last word."""
@@ -80,3 +80,25 @@ def test_a_seat_that_never_spoke_has_no_states():
     dialogue.take("hm")
     for states in turn_states(SCENARIO, dialogue.episode(), 0):
         assert states.shape == (0, len(FEATURES))
+
+
+def test_design_holds_features_products_and_hinges():
+    episode = play(offer(2, 0), offer(0, 1), offer(1, 0), offer(0, 1), offer(2, 1), "[Accept]")
+    _, after = turn_states(SCENARIO, episode, 0)
+    wide = design(after)
+    count = len(FEATURES)
+    assert wide.shape == (3, count + count * (count + 1) // 2 + len(SURPLUSES) * len(KNOTS))
+    np.testing.assert_array_equal(wide[:, :count], after)
+    pairs = sorted(a * b for i, a in enumerate(after[0]) for b in after[0][i:])
+    np.testing.assert_allclose(sorted(wide[0, count : count + len(pairs)]), pairs)
+    # The buyer's own offer is worth the whole surplus, the supplier's standing one -10 / 60 of it.
+    row = dict(zip(SURPLUSES, wide[1, -len(SURPLUSES) * len(KNOTS) :].reshape(len(SURPLUSES), -1), strict=True))
+    np.testing.assert_allclose(row["own"], [1 - knot for knot in KNOTS])
+    np.testing.assert_allclose(row["standing"], 0, atol=1e-12)
+
+
+def test_situations_tell_final_offers_and_accepted_deals_apart():
+    episode = play(offer(2, 0), offer(0, 1), offer(1, 0), offer(0, 1), offer(2, 1), "[Accept]")
+    buyer, supplier = (turn_states(SCENARIO, episode, seat)[1] for seat in (0, 1))
+    assert situation(buyer).tolist() == [1, 1, 7]
+    assert situation(supplier).tolist() == [0, 0, 2]
