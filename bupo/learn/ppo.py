@@ -61,7 +61,7 @@ class PPOConfig:
     minibatches: int = 6
     micro_tokens: int = 2048
     advantage: str = "turn"
-    lam: float = 0.5
+    lam: float = 0.8
     critic_window: int = 8
     scale: str = "batch"
     keep: float = 0.5

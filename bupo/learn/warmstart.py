@@ -33,7 +33,7 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 7
+FORMAT = 8
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
@@ -55,7 +55,7 @@ class WarmstartConfig:
         seed: Seeds data and weights; apart from the run's seed, so that runs share a cached base.
     """
 
-    dialogues: int = 5000
+    dialogues: int = 4600
     lr: float = 4e-3
     public_dialogues: int = 40
     public_lr: float = 1e-3

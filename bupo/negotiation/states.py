@@ -20,6 +20,7 @@ FEATURES = (
     "has_standing",
     "standing",
     "standing_gain",
+    "given",
     "has_own",
     "own",
     "conceded",
@@ -65,7 +66,7 @@ class _Seat:
     profile: Profile
     rounds: int
     last_word: bool
-    standing: float | None = None
+    heard: list[float] = field(default_factory=list)
     offers: list[Outcome] = field(default_factory=list)
     asked: list[float] = field(default_factory=list)
     tones: list[float] = field(default_factory=list)
@@ -79,7 +80,7 @@ class _Seat:
     def hear(self, turn: Turn) -> None:
         """The other side's message."""
         if turn.action.outcome is not None:
-            self.standing = self.share(turn.action.outcome)
+            self.heard.append(self.share(turn.action.outcome))
 
     def say(self, turn: Turn) -> None:
         """An own message."""
@@ -92,7 +93,7 @@ class _Seat:
     def features(self) -> tuple[float, ...]:
         """The state now."""
         round_ = min(self.messages // 2, self.rounds - 1)
-        standing = self.standing or 0.0
+        standing = self.heard[-1] if self.heard else 0.0
         pairs = list(zip(self.asked, self.asked[1:], strict=False))
         repeats = [a == b for a, b in zip(self.offers, self.offers[1:], strict=False)]
         accepted = self.act == "accept"
@@ -100,9 +101,10 @@ class _Seat:
             round_ / max(self.rounds - 1, 1),
             float(round_ == self.rounds - 1),
             float(self.last_word),
-            float(self.standing is not None),
+            float(bool(self.heard)),
             standing,
             max(standing, 0.0),
+            self.heard[-1] - self.heard[-2] if len(self.heard) > 1 else 0.0,
             float(bool(self.asked)),
             self.asked[-1] if self.asked else 0.0,
             self.asked[-2] - self.asked[-1] if len(self.asked) > 1 else 0.0,
@@ -128,7 +130,7 @@ def turn_states(scenario: Scenario, episode: Episode, seat: int) -> tuple[np.nda
     Returns:
         Features before and after, [T, F] each. Time is in [0, 1]; `standing` (the other side's offer), `own` (the last
         offer) and `deal` (what was accepted) are surplus shares cut to [-1, 1], 0 where there is none, `..._gain` their
-        part above the reservation; `conceded` is the step from the own offer before; `tone`, `repeats` and
+        part above the reservation; `given` is the other side's last step, `conceded` the own one; `tone`, `repeats` and
         `takes_back` are means over own messages so far.
     """
     opener = episode.turns[0].seat if episode.turns else 0

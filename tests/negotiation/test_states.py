@@ -40,6 +40,7 @@ def test_before_and_after_each_message_of_the_buyer():
     # Surplus shares of the buyer: (points - 40) / 60.
     assert [row["standing"] for row in before] == pytest.approx([-40 / 60, -10 / 60, 0])
     assert [row["standing_gain"] for row in before] == [0, 0, 0]
+    assert [row["given"] for row in before] == pytest.approx([0, 30 / 60, 10 / 60])
     assert [row["has_own"] for row in before] == [0, 1, 1] and [row["has_own"] for row in after] == [1, 1, 1]
     assert [row["own"] for row in after] == pytest.approx([1, 1, 1])
     assert [row["tone"] for row in before] == pytest.approx([0.5, 1, 0.5])
