@@ -1,6 +1,7 @@
 """bupo.policies.pool: what a perturbation does, names, and folders that PEFT alone can read."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -38,6 +39,14 @@ def relative_change(pool, name, parent=None):
             delta = delta - module.get_delta_weight(parent)
         found.append(rms(delta) / rms(module.base_layer.weight))
     return found
+
+
+@pytest.mark.parametrize(("name", "default"), [("nano", 0.3), ("smollm2", 0.01), ("some/folder", 0.01)])
+def test_a_public_base_is_perturbed_less_by_default(name, default):
+    pool = PolicyPool(replace(tiny.base(), name=name), PoolConfig(size=1))
+    pool.add_perturbed(generator=torch.Generator().manual_seed(0))
+    found = relative_change(pool, pool.names[0])
+    assert sum(found) / len(found) == pytest.approx(default, rel=0.1)
 
 
 @pytest.mark.parametrize("asked", [0.03, 0.3])
@@ -201,7 +210,7 @@ def test_more_branch_layers_than_layers_is_refused_with_what_is_allowed():
         {"branch_layers": 1.5},
         {"branch_layers": 0},
         {"branch_layers": "half"},
-        {"perturbation": 0.0},
+        {"perturbation": -0.1},
         {"perturbation": math.nan},
     ],
 )
