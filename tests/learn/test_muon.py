@@ -5,25 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import tiny
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from bupo.learn.muon import MuonAdamW, orthogonalise
 
 
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=24,
-            hidden_size=16,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-    )
+def model() -> torch.nn.Module:
+    return tiny.model().requires_grad_(True)
 
 
 @pytest.mark.parametrize("shape", [(3, 12, 12), (2, 8, 20), (2, 20, 8)])
@@ -45,7 +34,7 @@ def test_a_zero_gradient_moves_nothing() -> None:
 def test_steps_equal_torchs_muon_on_matrices_and_torchs_adamw_on_the_rest() -> None:
     ours, theirs = model(), model()
     kinds = {name: p.ndim == 2 and "embed" not in name for name, p in theirs.named_parameters()}
-    assert sum(kinds.values()) == 2 * 7
+    assert sum(kinds.values()) == tiny.LAYERS * 7
     optimizer = MuonAdamW(ours, lr=0.02, betas=(0.9, 0.98), weight_decay=0.1)
     named = dict(theirs.named_parameters())
     muon = torch.optim.Muon(
