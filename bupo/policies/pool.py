@@ -41,8 +41,8 @@ class PoolConfig:
         targets: Which linear layers carry adapters: `all-linear` or `attention`.
         branch_layers: Adapters sit on this many top layers: a number, a fraction in (0, 1), or `all`.
         perturbation: Scale of the initial differences: RMS of the added weight change over the RMS of the weight; 0 for
-            .3 on a nano base and .01 on a public one: deeper and better trained bases bear less (at .3 SmolLM2 speaks no
-            word of any language, at .01 it lies .02 nats/token from its reference).
+            .3 on a nano base and .01 on a public one: deeper and better trained bases bear less (at .3 SmolLM2 speaks
+            gibberish, at .01 it lies .02 nats/token from its reference).
     """
 
     size: int = 4
