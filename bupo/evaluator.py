@@ -81,8 +81,8 @@ class DynamicEvaluator:
             sums[key] = sums[key] + value if key in sums else value
 
         for piece, micro in enumerate(micro_batches(batch, rows, self.micro_tokens)):
-            h_BTD = trunk_of(lockstep, micro)
-            present = score(lockstep, micro, now, self.temperature, h_BTD)
+            trunk = trunk_of(lockstep, micro)
+            present = score(lockstep, micro, now, self.temperature, trunk)
             count = present.logp_KNV.shape[1]
             tokens += count
             mixture = coordinator.combine(Proposal(logp_KNV=present.logp_KNV))
@@ -93,7 +93,7 @@ class DynamicEvaluator:
             weighted_KN = mixture.weights_NK.T * entropy(present.logp_KNV)
             add("weighted_entropy", weighted_KN.sum())
 
-            past = score(lockstep, micro, acted, self.temperature, h_BTD)
+            past = score(lockstep, micro, acted, self.temperature, trunk)
             add("null", kl(present.logp_KNV, past.logp_KNV).sum(-1))
             proposal = Proposal(logp_KNV=past.logp_KNV)
             played = coordinator.combine(proposal)

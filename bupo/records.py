@@ -128,6 +128,8 @@ class TokenBatch:
         ids_BT: Token ids, [B, T].
         action_BT: True where the token was sampled by the learner, [B, T]; never true at position 0.
         length_B: Number of real tokens of each row, [B].
+        family_B: Rows of one family begin with the same tokens, [B].
+        shared_B: How many of them; fewer than come before the first action token, [B].
         advantage_BT: Advantage of each action token, zero elsewhere, [B, T].
         logp_rollout_BT: Log mu at sampling time, zero elsewhere, [B, T]; diagnostic only.
     """
@@ -135,6 +137,8 @@ class TokenBatch:
     ids_BT: torch.Tensor
     action_BT: torch.Tensor
     length_B: torch.Tensor
+    family_B: torch.Tensor
+    shared_B: torch.Tensor
     advantage_BT: torch.Tensor
     logp_rollout_BT: torch.Tensor
 
@@ -149,6 +153,8 @@ class TokenBatch:
             ids_BT=self.ids_BT[index, :width],
             action_BT=self.action_BT[index, :width],
             length_B=self.length_B[index],
+            family_B=self.family_B[index],
+            shared_B=self.shared_B[index],
             advantage_BT=self.advantage_BT[index, :width],
             logp_rollout_BT=self.logp_rollout_BT[index, :width],
         )

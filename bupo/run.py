@@ -31,7 +31,7 @@ from bupo.negotiation.states import design, situation
 from bupo.policies.bases import NANO, SMOLLM2, Base
 from bupo.policies.lockstep import Lockstep, freeze
 from bupo.policies.nano import NanoConfig
-from bupo.policies.pool import REFERENCE, PolicyPool, PoolConfig
+from bupo.policies.pool import REFERENCE, PolicyPool, PoolConfig, default_perturbation
 from bupo.records import Credit, Scorecard
 from bupo.rollout.dialogues import Table
 from bupo.rollout.engine import Decoding
@@ -40,6 +40,7 @@ from bupo.selfplay.matchmaking import InteractConfig
 from bupo.tracking import Tracker, prepare_run_folder
 
 AUTO = "auto"
+NANO_LR, PUBLIC_LR = 5e-3, 3e-4
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 
 
@@ -157,9 +158,10 @@ class Run:
         return {"sampler": self.sampler, "shuffler": self.shuffler}
 
 
-def sized(config: Config, device: torch.device, tracker: Tracker) -> Config:
-    """Fills in the sizes that were left to us: a public base on a CPU gets small ones, and says so."""
-    slow = device.type == "cpu" and config.base not in (AUTO, NANO)
+def completed(config: Config, name: str, device: torch.device, tracker: Tracker) -> Config:
+    """Fills in what was left to us by the kind of base; a public base on a CPU gets small sizes, and says so."""
+    public = name != NANO
+    slow = public and device.type == "cpu"
     dialogues = config.interact.dialogues or (16 if slow else 96)
     scenarios = config.evaluation.scenarios or (4 if slow else 0)
     if slow and (dialogues, scenarios) != (config.interact.dialogues, config.evaluation.scenarios):
@@ -169,7 +171,10 @@ def sized(config: Config, device: torch.device, tracker: Tracker) -> Config:
         )
     return replace(
         config,
+        base=name,
+        pool=replace(config.pool, perturbation=config.pool.perturbation or default_perturbation(name)),
         interact=replace(config.interact, dialogues=dialogues),
+        ppo=replace(config.ppo, lr=config.ppo.lr or (PUBLIC_LR if public else NANO_LR)),
         evaluation=replace(config.evaluation, scenarios=scenarios),
     )
 
@@ -194,8 +199,8 @@ def initialise(config: Config) -> Run:
     tracker = Tracker(folder, is_main=accelerator.is_main_process, forward=forward)
 
     device = accelerator.device
-    config = sized(config, device, tracker)
     name = (SMOLLM2 if device.type == "cuda" else NANO) if config.base == AUTO else config.base
+    config = completed(config, name, device, tracker)
     (folder / "config.yaml").write_text(dump(config))
     started = time.perf_counter()
     base = prepare_base(

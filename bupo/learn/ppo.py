@@ -16,6 +16,7 @@ from bupo.learn.advantages import SCALES
 from bupo.learn.objectives import clipped_surrogate, entropy, jensen_shannon, kl
 from bupo.learn.optimizer import PolicyOptimizer
 from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.packing import Packing, families, pack
 from bupo.records import Proposal, TokenBatch
 
 ADVANTAGES = ("turn", "group", "role")
@@ -26,14 +27,14 @@ class PPOConfig:
     """The update.
 
     Attributes:
-        lr: Learning rate of the adapters (Adam).
+        lr: Learning rate of the adapters (Adam); 0 for 5e-3 on nano and 3e-4 on a public base, which 5e-3 breaks.
         warmup: Iterations over which the learning rate rises to `lr`: Adam's first steps are as long as its later ones
             though it knows little yet, and what they break has to be learnt again.
         final_lr: Learning rate of the last iteration as a share of `lr`; linear decay.
         clip: Half-width of the trusted range of the mixture's ratio.
         epochs: Passes over an iteration's tokens.
         minibatches: Optimizer steps a pass.
-        micro_tokens: Most tokens (padding included) in one forward; smaller saves memory and changes no number.
+        micro_tokens: Most tokens in one forward; smaller saves memory and changes no number.
         advantage: `group`: reward less the mean of the same scenario, role and opponent, for all own tokens alike;
             `turn`: each own message by a critic of what it and the reply to it changed (bupo/learn/critic.py), on top
             of that mean; `role`: less a running mean of the role.
@@ -53,7 +54,7 @@ class PPOConfig:
         temperature: Divides the logits of each proposal, in rollouts and updates alike.
     """
 
-    lr: float = 5e-3
+    lr: float = 0.0
     warmup: int = 3
     final_lr: float = 0.2
     clip: float = 0.2
@@ -115,18 +116,29 @@ class Scored:
     row_N: torch.Tensor
 
 
-def trunk_of(lockstep: Lockstep, batch: TokenBatch) -> torch.Tensor:
-    """The shared lower layers' output for whole rows, h_BTD: what every `score` of the same rows starts from."""
-    ids_BT = batch.ids_BT.to(lockstep.device)
-    return lockstep.trunk(ids_BT, torch.arange(ids_BT.shape[1], device=lockstep.device).expand_as(ids_BT))
+@dataclass(frozen=True, kw_only=True)
+class Trunk:
+    """What every `score` of the same rows starts from.
+
+    Attributes:
+        packing: The rows' tokens as one list.
+        h_1ND: Output of the shared lower layers.
+    """
+
+    packing: Packing
+    h_1ND: torch.Tensor
+
+
+def trunk_of(lockstep: Lockstep, batch: TokenBatch) -> Trunk:
+    """Runs the shared lower layers on whole rows, on each shared beginning once."""
+    lists = (batch.length_B.tolist(), batch.family_B.tolist(), batch.shared_B.tolist())
+    packing = pack(*lists, batch.ids_BT.shape[1]).to(lockstep.device)
+    ids_1N = batch.ids_BT.to(lockstep.device).flatten()[packing.source_N][None]
+    return Trunk(packing=packing, h_1ND=lockstep.trunk(ids_1N, packing.position_1N, packing=packing))
 
 
 def score(
-    lockstep: Lockstep,
-    batch: TokenBatch,
-    stacks: Stacks,
-    temperature: float,
-    h_BTD: torch.Tensor | None = None,
+    lockstep: Lockstep, batch: TokenBatch, stacks: Stacks, temperature: float, trunk: Trunk | None = None
 ) -> Scored:
     """Teacher-forced proposals at the action tokens: the same forward as the rollout's.
 
@@ -135,31 +147,40 @@ def score(
         batch: Rows to score.
         stacks: The policies.
         temperature: As in the rollout.
-        h_BTD: The rows' trunk output, if it is known already.
+        trunk: The rows' trunk, if it is known already.
 
     Returns:
         Proposals at each action token, in row-major order.
     """
-    device = lockstep.device
-    ids_BT = batch.ids_BT.to(device)
-    positions_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
-    row_N, column_N = batch.action_BT.to(device).nonzero(as_tuple=True)
-    h_BTD = trunk_of(lockstep, batch) if h_BTD is None else h_BTD
+    row_N, column_N = batch.action_BT.to(lockstep.device).nonzero(as_tuple=True)
+    trunk = trunk_of(lockstep, batch) if trunk is None else trunk
     # The distribution of a token stands at the position before it.
-    h_KND = lockstep.branches(h_BTD, positions_BT, stacks, select=(row_N, column_N - 1))
+    place_N = trunk.packing.place_BT[row_N, column_N - 1]
+    select = (torch.zeros_like(place_N), place_N)
+    h_KND = lockstep.branches(trunk.h_1ND, trunk.packing.position_1N, stacks, select=select, packing=trunk.packing)
     logp_KNV = lockstep.logp(h_KND, temperature)
-    return Scored(logp_KNV=logp_KNV, ids_N=ids_BT[row_N, column_N], row_N=row_N)
+    return Scored(logp_KNV=logp_KNV, ids_N=batch.ids_BT.to(lockstep.device)[row_N, column_N], row_N=row_N)
+
+
+def shuffled_families(batch: TokenBatch, generator: torch.Generator) -> torch.Tensor:
+    """All rows in random order of families, so that a minibatch holds whole families: they share what is computed."""
+    rank = torch.randperm(int(batch.family_B.max()) + 1, generator=generator)
+    return rank[batch.family_B].argsort(stable=True)
 
 
 def micro_batches(batch: TokenBatch, rows: torch.Tensor, micro_tokens: int) -> Iterator[TokenBatch]:
-    """Cuts rows into pieces of at most `micro_tokens` tokens, rows of similar length together."""
-    order = rows[batch.length_B[rows].argsort(descending=True)]
-    start = 0
-    while start < len(order):
-        width = int(batch.length_B[order[start]])
-        count = max(micro_tokens // width, 1)
-        yield batch.rows(order[start : start + count])
-        start += count
+    """Cuts rows into pieces of at most `micro_tokens` tokens (a longer row is alone), families together."""
+    rows = rows[batch.family_B[rows].argsort(stable=True)]
+    start = size = 0
+    family = -1
+    for place, row in enumerate(rows.tolist()):
+        own, shared = int(batch.length_B[row] - batch.shared_B[row]), int(batch.shared_B[row])
+        extra = own + (shared if batch.family_B[row] != family else 0)
+        if place > start and size + extra > micro_tokens:
+            yield batch.rows(rows[start:place])
+            start, size, extra = place, 0, own + shared
+        family, size = int(batch.family_B[row]), size + extra
+    yield batch.rows(rows[start:])
 
 
 def _gather(logp_NV: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
@@ -205,7 +226,7 @@ def update(
     first_ratio: float | None = None
     tokens = steps = 0
     for _ in range(config.epochs):
-        shuffled = torch.randperm(len(batch), generator=generator)
+        shuffled = shuffled_families(batch, generator)
         for rows in shuffled.chunk(config.minibatches):
             total = int(batch.action_BT[rows].sum())
             for micro in micro_batches(batch, rows, config.micro_tokens):
@@ -233,12 +254,12 @@ def _loss(
     lockstep: Lockstep, coordinator: GameCoordinator, micro: TokenBatch, old: Stacks, config: PPOConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Summed loss of a micro batch, and summed diagnostics."""
-    h_BTD = trunk_of(lockstep, micro)
+    trunk = trunk_of(lockstep, micro)
     with torch.no_grad():
-        before = score(lockstep, micro, old, config.temperature, h_BTD)
+        before = score(lockstep, micro, old, config.temperature, trunk)
         old_KNV, reference_NV = before.logp_KNV[:-1], before.logp_KNV[-1]
         old_N = _gather(coordinator.combine(Proposal(logp_KNV=old_KNV)).logp_NV, before.ids_N)
-    now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature, h_BTD)
+    now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature, trunk)
     mixture = coordinator.combine(Proposal(logp_KNV=now.logp_KNV))
     logp_N = _gather(mixture.logp_NV, now.ids_N)
     action_BT = micro.action_BT.to(logp_N.device)
@@ -304,10 +325,15 @@ def token_batch(
         action_BT[i, : len(ids)] = torch.tensor(action)
         logp_BT[i, : len(ids)] = torch.tensor(logp)
         advantage_BT[i, action_BT[i]] = torch.tensor(advantages[i], dtype=torch.float32)
+    # What predicts the first own token is computed in each row, so that there is a row for it to be in.
+    most = [action.index(True) - 1 if True in action else len(ids) - 1 for ids, action, _ in rows]
+    family, shared = families([ids for ids, _, _ in rows], most)
     return TokenBatch(
         ids_BT=ids_BT,
         action_BT=action_BT,
         length_B=torch.tensor([len(ids) for ids, _, _ in rows]),
+        family_B=torch.tensor(family),
+        shared_B=torch.tensor(shared),
         advantage_BT=advantage_BT,
         logp_rollout_BT=logp_BT,
     )

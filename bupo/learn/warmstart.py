@@ -33,7 +33,7 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 8
+FORMAT = 9
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
@@ -287,7 +287,7 @@ def prepare_adapter(
     )
 
     def write(scratch: Path) -> None:
-        peft_model.save_pretrained(str(scratch), selected_adapters=[REFERENCE])
+        peft_model.save_pretrained(str(scratch), selected_adapters=[REFERENCE], save_embedding_layers=False)
         for file in (scratch / REFERENCE).iterdir():
             file.rename(scratch / file.name)
 

@@ -169,28 +169,42 @@ class TitForTat(ScriptedPlayer):
 
 
 class Micro(ScriptedPlayer):
-    """MiCRO (de Jonge 2022): one new outcome of descending own utility for each new offer of the other side."""
+    """MiCRO (de Jonge 2022): one new outcome of descending own utility for each new offer of the other side.
+
+    The original takes the deadline to leave room for its whole ranking. Where it does not, the ranking is cut into as
+    many bands as there are messages, and a band is what an outcome was: it moves one band on for each offer in a band
+    that it has not seen. Who gives a new band each time finds it at its limit with its last message; who stays in one
+    is answered by nothing new.
+    """
 
     def __init__(self, scenario: Scenario, seat: int, rng: np.random.Generator, phrases: PhraseBank) -> None:
         """Sorts the outcomes by own utility, ties at random."""
         super().__init__(scenario, seat, rng, phrases)
         self.ranking = np.lexsort((rng.random(len(self.utility_N)), -self.utility_N))
-        self.step = -1
-        self.seen: set[Outcome] = set()
+        self.rank = {tuple(outcome): place for place, outcome in enumerate(scenario.outcomes[self.ranking].tolist())}
+        self.last = int((self.utility_N >= self.profile.reservation - 1e-9).sum()) - 1
+        self.steps = -1
+        self.seen: set[int] = set()
 
     def target(self, view: View) -> float:
         """Utility of the next outcome in the ranking."""
-        new = view.standing is not None and view.standing not in self.seen
-        if view.standing is not None:
-            self.seen.add(view.standing)
-        rational = int((self.utility_N >= self.profile.reservation - 1e-9).sum())
-        if self.step < 0 or new:
-            self.step = min(self.step + 1, rational - 1)
-        return float(self.utility_N[self.ranking[self.step]])
+        band = -1 if view.standing is None else int(self.rank[view.standing] / self.stride(view))
+        if self.steps < 0 or (view.standing is not None and band not in self.seen):
+            self.steps += 1
+        self.seen.add(band)
+        return float(self.utility_N[self.ranking[self.place(view)]])
+
+    def stride(self, view: View) -> float:
+        """Outcomes in a band."""
+        return max(self.last / max(view.rounds - 1, 1), 1.0)
+
+    def place(self, view: View) -> int:
+        """Where in the ranking it stands now."""
+        return min(round(self.steps * self.stride(view)), self.last)
 
     def propose(self, view: View, target: float) -> Outcome:
         """Exactly the outcome that the ranking names."""
-        return tuple(int(i) for i in self.scenario.outcomes[self.ranking[self.step]])
+        return tuple(int(i) for i in self.scenario.outcomes[self.ranking[self.place(view)]])
 
 
 class Random(ScriptedPlayer):

@@ -12,6 +12,8 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from bupo.policies.packing import Packing, packed_attention
+
 NAME = "bupo_lockstep"
 
 
@@ -23,12 +25,14 @@ def lockstep_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    packing: Packing | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention in the signature of transformers' attention interface.
 
     Without a mask the rows are causal and right-padded, and the fused kernel is used; with one (cached decoding) the
-    query heads of a group are folded into rows of one product, so keys and values are never repeated.
+    query heads of a group are folded into rows of one product, so keys and values are never repeated. With a packing
+    the tokens of many rows are one list (bupo/policies/packing.py).
 
     Args:
         module: The attention layer (unused beyond its head width).
@@ -38,6 +42,7 @@ def lockstep_attention(
         attention_mask: Additive mask [N, 1, T, S], or None for plain causal attention.
         scaling: Factor on the scores; 1/sqrt(d) if None.
         dropout: Must be 0: dropout would make the PPO ratio differ from 1.
+        packing: Which row each token belongs to, where the batch is packed.
         **kwargs: Further arguments of the interface, unused.
 
     Returns:
@@ -46,6 +51,8 @@ def lockstep_attention(
     batch, heads, steps, width = query_NHTd.shape
     groups = key_NGSd.shape[1]
     scale = width**-0.5 if scaling is None else scaling
+    if packing is not None:
+        return packed_attention(query_NHTd, key_NGSd, value_NGSd, packing, scale), None
     if attention_mask is None:
         out_NHTd = F.scaled_dot_product_attention(
             query_NHTd, key_NGSd, value_NGSd, is_causal=steps > 1, scale=scale, enable_gqa=groups != heads

@@ -20,6 +20,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from bupo.policies.attention import NAME, LayerCache
+from bupo.policies.packing import Packing
 from bupo.policies.pool import REFERENCE, PolicyPool, lora_weights
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
@@ -192,6 +193,7 @@ class Lockstep:
         cache: LayerCache | None,
         used: int,
         keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         rotary = self.decoder.rotary_emb(hidden, position_ids=positions_BT)
         mask = None
@@ -206,6 +208,7 @@ class Lockstep:
             "cache": cache,
             "use_cache": cache is not None,
             "position_embeddings": rotary,
+            "packing": packing,
         }
         for index in layers:
             layer = self.decoder.layers[index]
@@ -220,7 +223,12 @@ class Lockstep:
 
     @torch.no_grad()
     def trunk(
-        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: DialogueCache | None = None, used: int = 0
+        self,
+        ids_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        cache: DialogueCache | None = None,
+        used: int = 0,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Runs the shared lower layers once a row.
 
@@ -229,6 +237,7 @@ class Lockstep:
             positions_BT: Position of each token in its row.
             cache: Where to continue; None for whole sequences.
             used: With a cache, the highest position plus one.
+            packing: Given where the batch is one row of packed tokens, [1, N].
 
         Returns:
             Hidden states h_BTD that all sub-policies share.
@@ -236,7 +245,7 @@ class Lockstep:
         hidden = self.decoder.embed_tokens(ids_BT)
         if self.first_branch == 0:
             return hidden
-        return self._run(range(self.first_branch), hidden, positions_BT, cache and cache.trunk, used)
+        return self._run(range(self.first_branch), hidden, positions_BT, cache and cache.trunk, used, packing=packing)
 
     def branches(
         self,
@@ -246,6 +255,7 @@ class Lockstep:
         cache: DialogueCache | None = None,
         used: int = 0,
         select: tuple[torch.Tensor, torch.Tensor] | None = None,
+        packing: Packing | None = None,
     ) -> torch.Tensor:
         """Runs the upper layers for all policies of a stack as one batch.
 
@@ -256,6 +266,7 @@ class Lockstep:
             cache: Where to continue; None for whole sequences.
             used: With a cache, the highest position plus one.
             select: Rows and columns of N positions; the others are left out of the last feed-forward layer.
+            packing: Given where the batch is one row of packed tokens.
 
         Returns:
             Final normed hidden states: h_KBTD, or h_KND at the selected positions.
@@ -272,7 +283,9 @@ class Lockstep:
         self._active = stacks
         try:
             branch_cache = None if cache is None else cache.branches
-            hidden = self._run(range(self.first_branch, self.layers), hidden, positions, branch_cache, used, keep)
+            hidden = self._run(
+                range(self.first_branch, self.layers), hidden, positions, branch_cache, used, keep, packing
+            )
         finally:
             self._active = None
         normed = self.decoder.norm(hidden)

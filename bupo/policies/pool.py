@@ -27,7 +27,15 @@ REFERENCE = "sft"
 TARGETS = ("all-linear", "attention")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-NANO_PERTURBATION, PUBLIC_PERTURBATION = 0.3, 0.01
+
+
+def default_perturbation(base_name: str) -> float:
+    """`perturbation` where none is asked for: .3 on nano, .01 on a public base.
+
+    Deeper and better trained bases bear less: at .3 SmolLM2 speaks gibberish, at .01 it lies .02 nats/token from its
+    reference.
+    """
+    return 0.3 if base_name == NANO else 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +49,7 @@ class PoolConfig:
         targets: Which linear layers carry adapters: `all-linear` or `attention`.
         branch_layers: Adapters sit on this many top layers: a number, a fraction in (0, 1), or `all`.
         perturbation: Scale of the initial differences: RMS of the added weight change over the RMS of the weight; 0 for
-            .3 on a nano base and .01 on a public one: deeper and better trained bases bear less (at .3 SmolLM2 speaks
-            gibberish, at .01 it lies .02 nats/token from its reference).
+            what suits the kind of base (`default_perturbation`).
     """
 
     size: int = 4
@@ -123,7 +130,7 @@ class PolicyPool:
         """
         self.base = base
         self.config = config
-        self.perturbation = config.perturbation or (NANO_PERTURBATION if base.name == NANO else PUBLIC_PERTURBATION)
+        self.perturbation = config.perturbation or default_perturbation(base.name)
         self.layers = base.model.config.num_hidden_layers
         self.first_branch = self.layers - config.branches(self.layers)
         self.names: tuple[str, ...] = ()
@@ -232,7 +239,9 @@ class PolicyPool:
     def save(self, folder: Path) -> None:
         """Writes one PEFT folder a sub-policy and a manifest; any of them loads with `PeftModel.from_pretrained`."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(str(folder), selected_adapters=list(self.names), safe_serialization=True)
+        self.model.save_pretrained(
+            str(folder), selected_adapters=list(self.names), safe_serialization=True, save_embedding_layers=False
+        )
         manifest = {"names": self.names, "next": self._next, "born": self.born, "parents": self.parents}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 

@@ -12,6 +12,7 @@ import torch
 
 from bupo.coordinators.base import GameCoordinator
 from bupo.policies.lockstep import DialogueCache, Lockstep, Stacks
+from bupo.policies.packing import families
 from bupo.records import Proposal, TokenSpan
 
 FIRST_SLOTS = 256
@@ -31,6 +32,16 @@ class Decoding:
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...]
+
+
+def draw(logp_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Samples one id a row by inversion, [N, 1]: one random number a row where `multinomial` takes one an id."""
+    cumulative_NV = logp_NV.exp().cumsum(-1)
+    total_N1 = cumulative_NV[:, -1:]
+    uniform_N1 = torch.rand(total_N1.shape, generator=generator, device=logp_NV.device, dtype=logp_NV.dtype)
+    # To the right of equal sums, so that an id of probability 0 is never drawn.
+    ids_N1 = torch.searchsorted(cumulative_NV, uniform_N1 * total_N1, right=True)
+    return ids_N1.clamp_(max=logp_NV.shape[1] - 1)
 
 
 class Session:
@@ -82,7 +93,7 @@ class Session:
             One span a row.
         """
         device = self.lockstep.device
-        chunks = [[*self.pending[row], *ids] for row, ids in zip(rows, context, strict=True)]
+        chunks = self._open(rows, [[*self.pending[row], *ids] for row, ids in zip(rows, context, strict=True)])
         lengths = [self.length[row] for row in rows]
         width = max(map(len, chunks))
         # A padded chunk writes up to `width` past every row's length, whatever that row's own chunk.
@@ -108,7 +119,7 @@ class Session:
         for step in range(self.decoding.max_tokens):
             logp_KAV = self.lockstep.logp(h_KAD, self.decoding.temperature)
             mixture = self.coordinator.combine(Proposal(logp_KNV=logp_KAV))
-            ids_A1 = torch.multinomial(mixture.logp_NV.exp(), 1, generator=self.generator)
+            ids_A1 = draw(mixture.logp_NV, self.generator)
             taken_A = mixture.logp_NV.gather(1, ids_A1)[:, 0].tolist()
             chosen = ids_A1[:, 0].tolist()
             for slot, i in enumerate(active):
@@ -135,12 +146,42 @@ class Session:
 
         spans = []
         for i, row in enumerate(rows):
-            self.length[row] += len(chunks[i]) + len(sampled[i]) - 1
+            self.length[row] = lengths[i] + len(chunks[i]) + len(sampled[i]) - 1
             self.pending[row] = [sampled[i][-1]]
             spans.append(
                 TokenSpan(context_ids=tuple(context[i]), action_ids=tuple(sampled[i]), logp_mu=tuple(logps[i]))
             )
         return spans
+
+    def _open(self, rows: Sequence[int], chunks: list[list[int]]) -> list[list[int]]:
+        """Computes the beginnings that new rows share once each; what remains of every chunk is returned."""
+        new = [i for i, row in enumerate(rows) if self.length[row] == 0]
+        if len(new) < 2:
+            return chunks
+        family, shared = families([chunks[i] for i in new], [len(chunks[i]) - 1 for i in new])
+        heads = {number: chunks[i][:count] for number, i, count in zip(family, new, shared, strict=True)}
+        width = max(shared)
+        if width == 0:
+            return chunks
+        device = self.lockstep.device
+        self._reserve(width)
+        ids_UP = torch.zeros(len(heads), width, dtype=torch.long, device=device)
+        for place, ids in enumerate(heads.values()):
+            ids_UP[place, : len(ids)] = torch.tensor(ids)
+        positions_UP = torch.arange(width, device=device).expand_as(ids_UP)
+        cache = self.lockstep.new_cache(len(heads), len(self.stacks), width)
+        h_UPD = self.lockstep.trunk(ids_UP, positions_UP, cache, width)
+        nothing = torch.zeros(0, dtype=torch.long, device=device)  # only keys and values are wanted
+        self.lockstep.branches(h_UPD, positions_UP, self.stacks, cache, width, (nothing, nothing))
+        places = {number: place for place, number in enumerate(heads)}
+        owner = torch.tensor([places[number] for number in family], device=device)
+        index = torch.tensor([rows[i] for i in new], device=device)
+        self.cache.put(index, self.rows, cache.take(owner, len(heads), width, width), width)
+        rest = list(chunks)
+        for i, count in zip(new, shared, strict=True):
+            self.length[rows[i]] = count
+            rest[i] = chunks[i][count:]
+        return rest
 
     def _forward(
         self,

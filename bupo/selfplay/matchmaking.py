@@ -73,7 +73,7 @@ class InteractConfig:
         )
 
 
-SCRIPTED_SHARES = {"firm": 0.37, "eager": 0.32, "random": 0.08, "micro": 0.2, "tough": 0.03}
+SCRIPTED_SHARES = {"firm": 0.3, "eager": 0.27, "random": 0.08, "micro": 0.32, "tough": 0.03}
 """`micro` gives only where it is given to: without it nothing teaches that holding out can cost the deal. `tough`
 hardly ever deals and has a small share: it teaches not to."""
 

@@ -157,7 +157,7 @@ def test_scored_tokens_are_the_own_tokens_in_row_major_order():
 def test_loss_and_gradients_do_not_depend_on_the_micro_batch_split(branch_layers):
     learner, batch = Learner(dtype=WIDE, branch_layers=branch_layers), tiny.batch()
     whole, gradients = learner.gradients(batch, micro_tokens=10_000)
-    for micro_tokens in (64, 100):
+    for micro_tokens in (64, 90):
         assert len(list(micro_batches(batch, torch.arange(6), micro_tokens))) > 1
         split, same = learner.gradients(batch, micro_tokens=micro_tokens)
         assert_same(gradients, same, 1e-10)
@@ -175,11 +175,12 @@ def test_loss_and_gradients_do_not_depend_on_padding_or_row_order():
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     batch = tiny.batch()
-    pieces = list(micro_batches(batch, torch.tensor([5, 0, 2, 3]), 64))
+    pieces = list(micro_batches(batch, torch.tensor([5, 0, 2, 3]), 40))
     assert sorted(n for piece in pieces for n in piece.length_B.tolist()) == sorted([7, 17, 23, 12])
     for piece in pieces:
-        assert piece.ids_BT.numel() <= 64 or len(piece) == 1
+        assert piece.length_B.sum() <= 40 or len(piece) == 1
         assert piece.ids_BT.shape[1] == int(piece.length_B.max())
+    assert len(pieces) == 2
 
 
 # --- 3: what comes after the last own token does not matter ---------------------------------------------------------

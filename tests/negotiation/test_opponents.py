@@ -137,6 +137,29 @@ def test_micro_stops_at_its_limit():
     assert targets == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.4, 0.4, 0.4])
 
 
+@pytest.mark.parametrize(
+    ("rounds", "offers", "places"),
+    [
+        # Seven rational outcomes, worth 1 to .4: six places in rounds - 1 bands, a half to the even place.
+        (2, [10, 5], [0, 6]),
+        (4, [10, 7, 5, 3], [0, 2, 4, 6]),
+        (6, [10, 8, 7, 5, 4, 3], [0, 1, 2, 4, 5, 6]),
+    ],
+)
+def test_micro_arrives_at_its_limit_by_a_short_deadline_if_each_offer_is_in_a_new_band(rounds, offers, places):
+    player = buyer(Micro)
+    targets = [player.target(view(n, (offer,), rounds=rounds)) for n, offer in enumerate(offers, 1)]
+    assert targets == pytest.approx([1 - place / 10 for place in places])
+
+
+def test_micro_gives_nothing_by_a_short_deadline_for_what_is_not_in_a_new_band():
+    player = buyer(Micro)
+    # Bands of two outcomes: 10 alone, 9 and 8, 7 and 6.
+    offers = [(10,), (10,), (9,), (8,), (6,)]
+    targets = [player.target(view(n, standing, rounds=4)) for n, standing in enumerate(offers, 1)]
+    assert targets == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.6])
+
+
 def test_random_asks_only_for_rational_outcomes_and_for_all_of_them():
     player = buyer(Random)
     seen = {player.propose(view(1), player.target(view(1)))[0] for _ in range(300)}

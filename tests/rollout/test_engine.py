@@ -155,3 +155,42 @@ def test_sampling_leaves_no_graph_and_no_gradient():
     talk.speak([0, 1], [tiny.random_ids(4, 0)] * 2)
     pool = talk.lockstep.pool
     assert all(parameter.grad is None for name in pool.names for parameter in pool.parameters(name))
+
+
+def test_new_rows_that_begin_alike_are_prefilled_once_and_sample_as_if_alone(monkeypatch):
+    forward = tiny.lockstep(dtype=torch.float64)
+    fed, real = [], forward.trunk
+
+    def spy(ids, *args, **kwargs):
+        fed.append(tuple(ids.shape))
+        return real(ids, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "trunk", spy)
+    start, other = tiny.random_ids(30, 1), tiny.random_ids(21, 2)
+    context = [[*start, 9], other, [*start, *tiny.random_ids(6, 3)], [*start, *tiny.random_ids(3, 4)]]
+    talk = session(forward, 4)
+    spans = talk.speak([0, 1, 2, 3], context)
+    assert fed[:2] == [(2, 30), (4, 6)]  # the two beginnings, then what remains of each row
+    assert talk.length == [len(c) + len(span.action_ids) - 1 for c, span in zip(context, spans, strict=True)]
+    rows = [
+        (
+            [*ids, *span.action_ids],
+            [False] * len(ids) + [True] * len(span.action_ids),
+            [0.0] * len(ids) + list(span.logp_mu),
+        )
+        for ids, span in zip(context, spans, strict=True)
+    ]
+    batch = token_batch(rows, [0.0] * 4)
+    expected = teacher_forced(talk, batch)
+    torch.testing.assert_close(batch.logp_rollout_BT[batch.action_BT].double(), expected, atol=1e-6, rtol=0)
+    again = talk.speak([2, 0], [[8, 9], [7]])  # a later turn continues the shared beginning
+    assert len(again) == 2 and talk.length[2] > len(context[2])
+
+
+def test_draws_follow_the_distribution_and_never_take_what_has_probability_zero():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    ids = engine.draw(p.log().expand(20_000, -1), generator)[:, 0]
+    counts = torch.bincount(ids, minlength=6).numpy()
+    assert counts[[0, 2, 5]].sum() == 0
+    assert stats.chisquare(counts[[1, 3, 4]], 20_000 * p[[1, 3, 4]].numpy()).pvalue > 1e-3
