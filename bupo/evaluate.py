@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from bupo.config import at_least, one_of, raise_problems
 from bupo.coordinators.base import GameCoordinator
@@ -144,17 +143,16 @@ class Evaluation:
             table: What to play with.
             stacks: The policies to evaluate, acting through `coordinator`.
             coordinator: Their mixture.
-            seed: Seeds sampling.
+            seed: Seeds sampling: with the same seed, a dialogue draws the same random numbers at every stage.
             on_episode: Told each finished dialogue.
         """
         parts = (self.protocol.seatings, self.protocol.no_zopa, self.protocol.self_play)
         total = sum(map(len, parts))
-        generator = torch.Generator(device=table.lockstep.device).manual_seed(seed)
         record = on_episode or (lambda seating, episode: None)
         pools = {LEARNER: (stacks, coordinator)}
         measured: list[Measured] = []
         with self.tracker.progress(f"evaluate {name}", total, "dialogues") as bar:
-            for seatings in parts:
+            for part, seatings in enumerate(parts):
                 episodes: list[Episode] = []
                 for start in range(0, len(seatings), self.config.batch):
                     chunk = seatings[start : start + self.config.batch]
@@ -165,7 +163,8 @@ class Evaluation:
                         bar.update(advance=done - seen)
                         seen = done
 
-                    episodes += play_dialogues(table, chunk, pools, generator, told)
+                    draws = int(np.random.default_rng([seed, part, start]).integers(2**31))
+                    episodes += play_dialogues(table, chunk, pools, draws, told)
                 for seating, episode in zip(seatings, episodes, strict=True):
                     record(seating, episode)
                 measured.append(measure_all(seatings, episodes, self.analyses))

@@ -135,7 +135,6 @@ class Run:
     evaluator: DynamicEvaluator
     table: Table
     rng: np.random.Generator
-    sampler: torch.Generator
     shuffler: torch.Generator
     iteration: int = 0
     tokens_trained: int = 0
@@ -155,7 +154,7 @@ class Run:
     @property
     def generators(self) -> dict[str, torch.Generator]:
         """Torch generators by name."""
-        return {"sampler": self.sampler, "shuffler": self.shuffler}
+        return {"shuffler": self.shuffler}
 
 
 def completed(config: Config, name: str, device: torch.device, tracker: Tracker) -> Config:
@@ -245,7 +244,6 @@ def initialise(config: Config) -> Run:
             retries=config.interact.retries,
         ),
         rng=np.random.default_rng(config.seed),
-        sampler=torch.Generator(device=device).manual_seed(config.seed),
         shuffler=torch.Generator().manual_seed(config.seed),
     )
     run.seconds["initialise"] = time.perf_counter() - started

@@ -105,7 +105,7 @@ def interact(run: Run, bar: Any) -> Interaction:
     def told(done: int) -> None:
         bar.update(advance=0, note=f"interact {done}/{len(seatings)} dialogues")
 
-    episodes = play_dialogues(run.table, seatings, pools, run.sampler, told)
+    episodes = play_dialogues(run.table, seatings, pools, int(run.rng.integers(2**31)), told)
     rows, rewards, groups, roles, records = [], [], [], [], []
     for index, (seating, episode) in enumerate(zip(seatings, episodes, strict=True)):
         scored = [reward(config.reward, seating.scenario, episode, seat) for seat in (0, 1)]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from bupo.coordinators.base import GameCoordinator
 from bupo.negotiation.dialogue import Dialogue, Talker
@@ -65,7 +64,7 @@ def play_dialogues(
     table: Table,
     seatings: Sequence[Seating],
     pools: Mapping[str, tuple[Stacks, GameCoordinator]],
-    generator: torch.Generator,
+    seed: int,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Episode]:
     """Plays dialogues to their end, all rows that wait for a pool in one batch.
@@ -74,7 +73,7 @@ def play_dialogues(
         table: What to play with.
         seatings: Who plays what; names that are not in `pools` are scripted players.
         pools: Name -> the weights that speak and the coordinator that mixes them.
-        generator: Randomness of sampling.
+        seed: Seeds sampling; what a dialogue draws depends on it, its place in the list and the seat.
         on_done: Told the number of dialogues finished so far, after each tick.
 
     Returns:
@@ -83,21 +82,21 @@ def play_dialogues(
     dialogues = [Dialogue(s.scenario, s.players, table.retries) for s in seatings]
     seats: list[list[_Seat | None]] = []
     scripts: list[list[Talker | None]] = []
-    count = dict.fromkeys(pools, 0)
-    for seating in seatings:
+    streams: dict[str, list[np.random.Generator]] = {name: [] for name in pools}
+    for index, seating in enumerate(seatings):
         rng = np.random.default_rng([seating.seed, 0x5C])
         seats.append([None, None])
         scripts.append([None, None])
         for seat, name in enumerate(seating.players):
             if name in pools:
-                seats[-1][seat] = _Seat(name, count[name])
-                count[name] += 1
+                seats[-1][seat] = _Seat(name, len(streams[name]))
+                streams[name].append(np.random.default_rng([seed, index, seat]))
             else:
                 scripts[-1][seat] = seat_player(name, seating.scenario, seat, rng)
     sessions = {
-        name: Session(table.lockstep, coordinator, stacks, count[name], table.decoding, generator)
+        name: Session(table.lockstep, coordinator, stacks, streams[name], table.decoding)
         for name, (stacks, coordinator) in pools.items()
-        if count[name]
+        if streams[name]
     }
     while True:
         waiting: dict[str, list[int]] = {name: [] for name in sessions}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bupo.coordinators.base import GameCoordinator
@@ -34,14 +35,16 @@ class Decoding:
     stop_ids: tuple[int, ...]
 
 
-def draw(logp_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Samples one id a row by inversion, [N, 1]: one random number a row where `multinomial` takes one an id."""
+def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
+    """Samples an id a row by inversion, [N]: the first whose cumulative probability is above a number in [0, 1).
+
+    With equal numbers similar distributions mostly give equal ids, which makes comparisons of policies sharper (common
+    random numbers).
+    """
     cumulative_NV = logp_NV.exp().cumsum(-1)
-    total_N1 = cumulative_NV[:, -1:]
-    uniform_N1 = torch.rand(total_N1.shape, generator=generator, device=logp_NV.device, dtype=logp_NV.dtype)
     # To the right of equal sums, so that an id of probability 0 is never drawn.
-    ids_N1 = torch.searchsorted(cumulative_NV, uniform_N1 * total_N1, right=True)
-    return ids_N1.clamp_(max=logp_NV.shape[1] - 1)
+    mark_N1 = (uniform_N.to(cumulative_NV) * cumulative_NV[:, -1])[:, None]
+    return torch.searchsorted(cumulative_NV, mark_N1, right=True)[:, 0].clamp_(max=logp_NV.shape[1] - 1)
 
 
 class Session:
@@ -52,9 +55,8 @@ class Session:
         lockstep: Lockstep,
         coordinator: GameCoordinator,
         stacks: Stacks,
-        rows: int,
+        streams: Sequence[np.random.Generator],
         decoding: Decoding,
-        generator: torch.Generator,
     ) -> None:
         """Opens a session.
 
@@ -62,16 +64,16 @@ class Session:
             lockstep: The forward.
             coordinator: Combines the proposals of the stack's policies.
             stacks: The pool that speaks (without the reference).
-            rows: Number of dialogues.
+            streams: Randomness of each dialogue. A message takes `max_tokens` numbers however long it is, so that
+                what a dialogue draws depends neither on its company nor on the length of what was said before.
             decoding: How to sample.
-            generator: Randomness of sampling.
         """
         self.lockstep = lockstep
         self.coordinator = coordinator
         self.stacks = stacks
-        self.rows = rows
+        self.rows = rows = len(streams)
+        self.streams = streams
         self.decoding = decoding
-        self.generator = generator
         self.slots = FIRST_SLOTS
         self.cache = lockstep.new_cache(rows, len(stacks), self.slots)
         self.length = [0] * rows
@@ -112,6 +114,8 @@ class Session:
         h_KAD = self._forward(ids_AT.to(device), positions_AT.to(device), cache, filled + width, last_A)
         position_A = start_A + last_A.cpu() + 1
 
+        uniform_AT = torch.from_numpy(np.stack([self.streams[row].random(self.decoding.max_tokens) for row in rows]))
+        uniform_AT = uniform_AT.to(device, torch.promote_types(self.lockstep.dtype, torch.float32))
         sampled: list[list[int]] = [[] for _ in rows]
         logps: list[list[float]] = [[] for _ in rows]
         active = list(range(len(rows)))  # which of `rows` each row of `cache` belongs to
@@ -119,9 +123,9 @@ class Session:
         for step in range(self.decoding.max_tokens):
             logp_KAV = self.lockstep.logp(h_KAD, self.decoding.temperature)
             mixture = self.coordinator.combine(Proposal(logp_KNV=logp_KAV))
-            ids_A1 = draw(mixture.logp_NV, self.generator)
-            taken_A = mixture.logp_NV.gather(1, ids_A1)[:, 0].tolist()
-            chosen = ids_A1[:, 0].tolist()
+            ids_A = draw(mixture.logp_NV, uniform_AT[:, step])
+            taken_A = mixture.logp_NV.gather(1, ids_A[:, None])[:, 0].tolist()
+            chosen = ids_A.tolist()
             for slot, i in enumerate(active):
                 if not done[i]:
                     sampled[i].append(chosen[slot])
@@ -136,10 +140,10 @@ class Session:
                 active = [active[slot] for slot in waiting]
                 index = torch.tensor([rows[i] for i in active], device=device)
                 cache = self.cache.take(index, self.rows, used, self.slots)
-                position_A, ids_A1 = position_A[waiting], ids_A1[waiting]
+                position_A, ids_A, uniform_AT = position_A[waiting], ids_A[waiting], uniform_AT[waiting]
             used = int(position_A.max()) + 1
             ones = torch.zeros(len(active), dtype=torch.long, device=device)
-            h_KAD = self._forward(ids_A1, position_A[:, None].to(device), cache, used, ones)
+            h_KAD = self._forward(ids_A[:, None], position_A[:, None].to(device), cache, used, ones)
             # A finished row keeps writing to the slot after its last token, which its next turn overwrites.
             position_A = position_A + torch.tensor([not done[i] for i in active], dtype=torch.long)
         self._store(index, [rows[i] for i in active], cache, min(int(position_A.max()) + 1, self.slots))

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -22,7 +23,8 @@ def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, se
     stacks = forward.stacks()
     mixer = build_coordinator(CoordinatorConfig(weights=WEIGHTS[: len(stacks)]), len(stacks))
     decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
-    return Session(forward, mixer, stacks, rows, decoding, torch.Generator().manual_seed(seed))
+    streams = [np.random.default_rng([seed, row]) for row in range(rows)]
+    return Session(forward, mixer, stacks, streams, decoding)
 
 
 def converse(talk, turns, *, seed=0, longest=40, shuffle=False):
@@ -133,7 +135,7 @@ def test_tokens_are_drawn_from_the_whole_mixture(monkeypatch):
     assert stats.chisquare(observed, wanted).pvalue > 0.01
 
 
-def test_equal_generators_give_equal_messages_and_others_do_not():
+def test_equal_streams_give_equal_messages_and_others_do_not():
     forward = tiny.lockstep()
     context = [tiny.random_ids(9, 1), tiny.random_ids(5, 2)]
     spans = [session(forward, 2, seed=seed).speak([0, 1], context) for seed in (3, 3, 4)]
@@ -188,9 +190,25 @@ def test_new_rows_that_begin_alike_are_prefilled_once_and_sample_as_if_alone(mon
 
 
 def test_draws_follow_the_distribution_and_never_take_what_has_probability_zero():
-    generator = torch.Generator().manual_seed(0)
     p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
-    ids = engine.draw(p.log().expand(20_000, -1), generator)[:, 0]
+    ids = engine.draw(p.log().expand(20_000, -1), torch.from_numpy(np.random.default_rng(0).random(20_000)))
     counts = torch.bincount(ids, minlength=6).numpy()
     assert counts[[0, 2, 5]].sum() == 0
     assert stats.chisquare(counts[[1, 3, 4]], 20_000 * p[[1, 3, 4]].numpy()).pvalue > 1e-3
+    edges = torch.tensor([0.0, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-24])
+    assert engine.draw(p.log().expand(6, -1), edges).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+def test_what_a_row_draws_depends_neither_on_its_company_nor_on_how_long_it_spoke_before():
+    forward = tiny.lockstep(dtype=torch.float64)
+    context = [tiny.random_ids(7 + row, row) for row in range(5)]
+    together, alone = session(forward, 5), session(forward, 5)
+    spans = together.speak(range(5), context)
+    assert [alone.speak([row], [context[row]])[0].action_ids for row in (3, 1)] == [
+        spans[3].action_ids,
+        spans[1].action_ids,
+    ]
+    # The second message takes the same numbers, whatever the first was: streams move by max_tokens a message.
+    assert [stream.random() for stream in (together.streams[3], alone.streams[3])] == [
+        np.random.default_rng([0, 3]).random(17)[16]
+    ] * 2
