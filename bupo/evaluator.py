@@ -14,7 +14,7 @@ from bupo.config import at_least, raise_problems
 from bupo.coordinators.base import GameCoordinator
 from bupo.intervals import clustered_bootstrap
 from bupo.learn.objectives import difference_credit, entropy, jensen_shannon, kl, pairwise_kl
-from bupo.learn.ppo import micro_batches, score, trunk_of
+from bupo.learn.scoring import micro_batches, score, trunk_of
 from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.records import Credit, Proposal, Scorecard, TokenBatch
 

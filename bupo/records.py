@@ -132,6 +132,7 @@ class TokenBatch:
         shared_B: How many of them; fewer than come before the first action token, [B].
         advantage_BT: Advantage of each action token, zero elsewhere, [B, T].
         logp_rollout_BT: Log mu at sampling time, zero elsewhere, [B, T]; diagnostic only.
+        trunk_BTD: The shared lower layers' output, if it is kept, [B, T, D].
     """
 
     ids_BT: torch.Tensor
@@ -141,6 +142,7 @@ class TokenBatch:
     shared_B: torch.Tensor
     advantage_BT: torch.Tensor
     logp_rollout_BT: torch.Tensor
+    trunk_BTD: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -157,6 +159,7 @@ class TokenBatch:
             shared_B=self.shared_B[index],
             advantage_BT=self.advantage_BT[index, :width],
             logp_rollout_BT=self.logp_rollout_BT[index, :width],
+            trunk_BTD=None if self.trunk_BTD is None else self.trunk_BTD[index, :width],
         )
 
 

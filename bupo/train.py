@@ -21,7 +21,8 @@ from bupo.evaluate import Evaluation
 from bupo.evaluator import scorecard_metrics
 from bupo.learn.advantages import group_advantages, most_informative, role_advantages, scaled_turns
 from bupo.learn.critic import explained, turn_advantages
-from bupo.learn.ppo import scheduled_lr, token_batch, update
+from bupo.learn.ppo import scheduled_lr, update
+from bupo.learn.scoring import keep_trunk, token_batch
 from bupo.measures import StageResult
 from bupo.negotiation.rewards import PARTS, Reward, reward
 from bupo.negotiation.scenario import ROLES
@@ -73,9 +74,9 @@ def train(config: Config) -> Path:
                 with run.timed("interact"):
                     interaction = interact(run, bar)
                 with run.timed("update"):
-                    update_metrics = learn(run, interaction.batch, bar)
+                    batch, update_metrics = learn(run, interaction.batch, bar)
                 with run.timed("balance"):
-                    balance_metrics = balance(run, interaction.batch, acted)
+                    balance_metrics = balance(run, batch, acted)
                 run.iteration += 1
                 run.tracker.log(run.iteration, interaction.metrics | update_metrics | balance_metrics | clock(run))
                 save(run)
@@ -173,9 +174,10 @@ def credit(
     return by_token, np.where(compared, reward_B - mean_B, 0.0), metrics
 
 
-def learn(run: Run, batch: TokenBatch, bar: Any) -> dict[str, float]:
-    """Phase 3: joint PPO through the coordinator."""
+def learn(run: Run, batch: TokenBatch, bar: Any) -> tuple[TokenBatch, dict[str, float]]:
+    """Phase 3: joint PPO through the coordinator; the batch comes back with its trunk, for the evaluator."""
     started = time.perf_counter()
+    batch = keep_trunk(run.lockstep, batch, run.config.ppo.micro_tokens, run.config.ppo.trunk_mb)
     total = int(batch.action_BT.sum()) * run.config.ppo.epochs
     metrics = update(
         run.lockstep,
@@ -188,7 +190,7 @@ def learn(run: Run, batch: TokenBatch, bar: Any) -> dict[str, float]:
         on_step=lambda tokens: bar.update(advance=0, note=f"update {tokens}/{total} own tokens"),
     )
     run.tokens_trained += int(batch.action_BT.sum())
-    return metrics | {"seconds/update": time.perf_counter() - started}
+    return batch, metrics | {"seconds/update": time.perf_counter() - started}
 
 
 def balance(run: Run, batch: TokenBatch, acted: Stacks) -> dict[str, float | str | None]:

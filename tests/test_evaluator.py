@@ -11,7 +11,7 @@ from scipy.stats import entropy
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.evaluator import DynamicEvaluator, EvaluatorConfig, mean_null_kl, mean_pairwise_kl, scorecard_metrics
-from bupo.learn.ppo import score
+from bupo.learn.scoring import score
 
 WEIGHTS = (0.5, 0.125, 0.375)
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from bupo.learn.ppo import token_batch
+from bupo.learn.scoring import token_batch
 from bupo.negotiation.scenario import Issue, Profile, Scenario
 from bupo.policies.bases import Base
 from bupo.policies.chat import ChatFormat

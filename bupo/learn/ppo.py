@@ -5,7 +5,7 @@ Shape legend: K sub-policies, B rows, T tokens, N action tokens, V vocabulary, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from bupo.coordinators.base import GameCoordinator
 from bupo.learn.advantages import SCALES
 from bupo.learn.objectives import clipped_surrogate, entropy, jensen_shannon, kl
 from bupo.learn.optimizer import PolicyOptimizer
-from bupo.policies.lockstep import Lockstep, Stacks
-from bupo.policies.packing import Packing, families, pack
+from bupo.learn.scoring import ActionTokens, action_tokens, hidden, micro_batches, shuffled_families, trunk_of
+from bupo.policies.lockstep import Lockstep
 from bupo.records import Proposal, TokenBatch
 
 ADVANTAGES = ("turn", "group", "role")
@@ -35,6 +35,10 @@ class PPOConfig:
         epochs: Passes over an iteration's tokens.
         minibatches: Optimizer steps a pass.
         micro_tokens: Most tokens in one forward; smaller saves memory and changes no number.
+        logit_tokens: Most action tokens whose distributions over the vocabulary exist at once; likewise.
+        trunk_mb: Most megabytes of trunk activations kept for an iteration; above, they are computed when needed.
+        checkpoint: Whether the branches are computed again in the backward pass instead of kept: less memory, more
+            time, the same numbers.
         advantage: `group`: reward less the mean of the same scenario, role and opponent, for all own tokens alike;
             `turn`: each own message by a critic of what it and the reply to it changed (bupo/learn/critic.py), on top
             of that mean; `role`: less a running mean of the role.
@@ -61,6 +65,9 @@ class PPOConfig:
     epochs: int = 1
     minibatches: int = 6
     micro_tokens: int = 2048
+    logit_tokens: int = 512
+    trunk_mb: float = 1024.0
+    checkpoint: bool = False
     advantage: str = "turn"
     lam: float = 0.8
     critic_window: int = 8
@@ -85,6 +92,8 @@ class PPOConfig:
                 at_least("epochs", self.epochs, 1),
                 at_least("minibatches", self.minibatches, 1),
                 at_least("micro_tokens", self.micro_tokens, 64),
+                at_least("logit_tokens", self.logit_tokens, 1),
+                at_least("trunk_mb", self.trunk_mb, 0),
                 one_of("advantage", self.advantage, ADVANTAGES),
                 in_range("lam", self.lam, 0, 1),
                 at_least("critic_window", self.critic_window, 1),
@@ -99,88 +108,6 @@ class PPOConfig:
                 positive("temperature", self.temperature),
             ]
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """Proposals at the action tokens of some rows.
-
-    Attributes:
-        logp_KNV: Log-probabilities of each policy of the stack.
-        ids_N: The executed tokens.
-        row_N: Row of each token.
-    """
-
-    logp_KNV: torch.Tensor
-    ids_N: torch.Tensor
-    row_N: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trunk:
-    """What every `score` of the same rows starts from.
-
-    Attributes:
-        packing: The rows' tokens as one list.
-        h_1ND: Output of the shared lower layers.
-    """
-
-    packing: Packing
-    h_1ND: torch.Tensor
-
-
-def trunk_of(lockstep: Lockstep, batch: TokenBatch) -> Trunk:
-    """Runs the shared lower layers on whole rows, on each shared beginning once."""
-    lists = (batch.length_B.tolist(), batch.family_B.tolist(), batch.shared_B.tolist())
-    packing = pack(*lists, batch.ids_BT.shape[1]).to(lockstep.device)
-    ids_1N = batch.ids_BT.to(lockstep.device).flatten()[packing.source_N][None]
-    return Trunk(packing=packing, h_1ND=lockstep.trunk(ids_1N, packing.position_1N, packing=packing))
-
-
-def score(
-    lockstep: Lockstep, batch: TokenBatch, stacks: Stacks, temperature: float, trunk: Trunk | None = None
-) -> Scored:
-    """Teacher-forced proposals at the action tokens: the same forward as the rollout's.
-
-    Args:
-        lockstep: The forward.
-        batch: Rows to score.
-        stacks: The policies.
-        temperature: As in the rollout.
-        trunk: The rows' trunk, if it is known already.
-
-    Returns:
-        Proposals at each action token, in row-major order.
-    """
-    row_N, column_N = batch.action_BT.to(lockstep.device).nonzero(as_tuple=True)
-    trunk = trunk_of(lockstep, batch) if trunk is None else trunk
-    # The distribution of a token stands at the position before it.
-    place_N = trunk.packing.place_BT[row_N, column_N - 1]
-    select = (torch.zeros_like(place_N), place_N)
-    h_KND = lockstep.branches(trunk.h_1ND, trunk.packing.position_1N, stacks, select=select, packing=trunk.packing)
-    logp_KNV = lockstep.logp(h_KND, temperature)
-    return Scored(logp_KNV=logp_KNV, ids_N=batch.ids_BT.to(lockstep.device)[row_N, column_N], row_N=row_N)
-
-
-def shuffled_families(batch: TokenBatch, generator: torch.Generator) -> torch.Tensor:
-    """All rows in random order of families, so that a minibatch holds whole families: they share what is computed."""
-    rank = torch.randperm(int(batch.family_B.max()) + 1, generator=generator)
-    return rank[batch.family_B].argsort(stable=True)
-
-
-def micro_batches(batch: TokenBatch, rows: torch.Tensor, micro_tokens: int) -> Iterator[TokenBatch]:
-    """Cuts rows into pieces of at most `micro_tokens` tokens (a longer row is alone), families together."""
-    rows = rows[batch.family_B[rows].argsort(stable=True)]
-    start = size = 0
-    family = -1
-    for place, row in enumerate(rows.tolist()):
-        own, shared = int(batch.length_B[row] - batch.shared_B[row]), int(batch.shared_B[row])
-        extra = own + (shared if batch.family_B[row] != family else 0)
-        if place > start and size + extra > micro_tokens:
-            yield batch.rows(rows[start:place])
-            start, size, extra = place, 0, own + shared
-        family, size = int(batch.family_B[row]), size + extra
-    yield batch.rows(rows[start:])
 
 
 def _gather(logp_NV: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
@@ -230,15 +157,30 @@ def update(
         for rows in shuffled.chunk(config.minibatches):
             total = int(batch.action_BT[rows].sum())
             for micro in micro_batches(batch, rows, config.micro_tokens):
-                loss, parts = _loss(lockstep, coordinator, micro, old, config)
-                if not torch.isfinite(loss):
-                    raise FloatingPointError(f"the PPO loss is not finite: {parts}; lower ppo.lr or check the reward")
-                (loss / total).backward()
-                for key, value in parts.items():
-                    sums[key] = sums.get(key, 0.0) + value
-                tokens += int(micro.action_BT.sum())
-                if first_ratio is None:
-                    first_ratio = parts["ratio_deviation"] / int(micro.action_BT.sum())
+                own = action_tokens(micro, lockstep.device)
+                trunk = trunk_of(lockstep, micro)
+                with torch.no_grad():
+                    before_KND = hidden(lockstep, micro, old, trunk)
+                stacks = lockstep.stacks(grad=True)
+                now_KND = hidden(lockstep, micro, stacks, trunk, checkpoint=config.checkpoint)
+                # Distributions over the vocabulary exist for a chunk of tokens at a time: its gradient is taken as far
+                # as the hidden states, and goes on from there once for all chunks.
+                leaf_KND = now_KND.detach().requires_grad_()
+                for start in range(0, len(own), config.logit_tokens):
+                    some = slice(start, start + config.logit_tokens)
+                    part = own.part(some)
+                    loss, parts = _loss(lockstep, coordinator, before_KND[:, some], leaf_KND[:, some], part, config)
+                    if not torch.isfinite(loss):
+                        raise FloatingPointError(
+                            f"the PPO loss is not finite: {parts}; lower ppo.lr or check the reward"
+                        )
+                    (loss / total).backward()
+                    for key, value in parts.items():
+                        sums[key] = sums.get(key, 0.0) + value
+                    if first_ratio is None:
+                        first_ratio = parts["ratio_deviation"] / len(part)
+                now_KND.backward(leaf_KND.grad)
+                tokens += len(own)
             for name, norm in optimizer.step(learning_rate).items():
                 norms[name] = norms.get(name, 0.0) + norm
             steps += 1
@@ -251,24 +193,27 @@ def update(
 
 
 def _loss(
-    lockstep: Lockstep, coordinator: GameCoordinator, micro: TokenBatch, old: Stacks, config: PPOConfig
+    lockstep: Lockstep,
+    coordinator: GameCoordinator,
+    before_KND: torch.Tensor,
+    now_KND: torch.Tensor,
+    own: ActionTokens,
+    config: PPOConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Summed loss of a micro batch, and summed diagnostics."""
-    trunk = trunk_of(lockstep, micro)
+    """Summed loss of some action tokens, and summed diagnostics; the last row of `before_KND` is the reference."""
     with torch.no_grad():
-        before = score(lockstep, micro, old, config.temperature, trunk)
-        old_KNV, reference_NV = before.logp_KNV[:-1], before.logp_KNV[-1]
-        old_N = _gather(coordinator.combine(Proposal(logp_KNV=old_KNV)).logp_NV, before.ids_N)
-    now = score(lockstep, micro, lockstep.stacks(grad=True), config.temperature, trunk)
-    mixture = coordinator.combine(Proposal(logp_KNV=now.logp_KNV))
-    logp_N = _gather(mixture.logp_NV, now.ids_N)
-    action_BT = micro.action_BT.to(logp_N.device)
-    advantage_N = micro.advantage_BT.to(logp_N)[action_BT]
+        before_KNV = lockstep.logp(before_KND, config.temperature)
+        old_KNV, reference_NV = before_KNV[:-1], before_KNV[-1]
+        old_N = _gather(coordinator.combine(Proposal(logp_KNV=old_KNV)).logp_NV, own.ids_N)
+    logp_KNV = lockstep.logp(now_KND, config.temperature)
+    mixture = coordinator.combine(Proposal(logp_KNV=logp_KNV))
+    logp_N = _gather(mixture.logp_NV, own.ids_N)
+    advantage_N, rollout_N = own.advantage_N.to(logp_N), own.logp_rollout_N.to(logp_N)
     surrogate_N, ratio_N = clipped_surrogate(logp_N, old_N, advantage_N, config.clip)
     kl_reference_N = kl(mixture.logp_NV, reference_NV)
-    kl_old_N = kl(old_KNV, now.logp_KNV).mean(0)
+    kl_old_N = kl(old_KNV, logp_KNV).mean(0)
     entropy_N = entropy(mixture.logp_NV)
-    jsd_N = jensen_shannon(now.logp_KNV, mixture.weights_NK)
+    jsd_N = jensen_shannon(logp_KNV, mixture.weights_NK)
     diversity_N = config.diversity_cap * (1 - torch.exp(-jsd_N / config.diversity_cap))
     loss = (
         surrogate_N
@@ -279,7 +224,6 @@ def _loss(
     ).sum()
     with torch.no_grad():
         clipped_N = ((ratio_N - 1).abs() > config.clip).float()
-        rollout_N = micro.logp_rollout_BT.to(logp_N)[action_BT]
         parts = {
             "loss": loss.detach(),
             "surrogate": surrogate_N.sum(),
@@ -300,40 +244,3 @@ def scheduled_lr(config: PPOConfig, iteration: int, iterations: int) -> float:
     progress = iteration / max(iterations - 1, 1)
     rise = min((iteration + 1) / (config.warmup + 1), 1.0)
     return config.lr * rise * (1 - (1 - config.final_lr) * progress)
-
-
-def token_batch(
-    rows: Sequence[tuple[Sequence[int], Sequence[bool], Sequence[float]]],
-    advantages: Sequence[float | Sequence[float]],
-) -> TokenBatch:
-    """Pads rows into a batch.
-
-    Args:
-        rows: Ids, action mask and rollout log-probabilities of each row.
-        advantages: Advantage of each row, one number or one for each of its own tokens.
-
-    Returns:
-        The right-padded batch.
-    """
-    width = max(len(ids) for ids, _, _ in rows)
-    ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
-    action_BT = torch.zeros(len(rows), width, dtype=torch.bool)
-    logp_BT = torch.zeros(len(rows), width)
-    advantage_BT = torch.zeros(len(rows), width)
-    for i, (ids, action, logp) in enumerate(rows):
-        ids_BT[i, : len(ids)] = torch.tensor(ids)
-        action_BT[i, : len(ids)] = torch.tensor(action)
-        logp_BT[i, : len(ids)] = torch.tensor(logp)
-        advantage_BT[i, action_BT[i]] = torch.tensor(advantages[i], dtype=torch.float32)
-    # What predicts the first own token is computed in each row, so that there is a row for it to be in.
-    most = [action.index(True) - 1 if True in action else len(ids) - 1 for ids, action, _ in rows]
-    family, shared = families([ids for ids, _, _ in rows], most)
-    return TokenBatch(
-        ids_BT=ids_BT,
-        action_BT=action_BT,
-        length_B=torch.tensor([len(ids) for ids, _, _ in rows]),
-        family_B=torch.tensor(family),
-        shared_B=torch.tensor(shared),
-        advantage_BT=advantage_BT,
-        logp_rollout_BT=logp_BT,
-    )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from bupo.policies.attention import NAME, LayerCache
 from bupo.policies.packing import Packing
@@ -194,7 +195,9 @@ class Lockstep:
         used: int,
         keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
         packing: Packing | None = None,
+        checkpoint: bool = False,
     ) -> torch.Tensor:
+        stacks = self._active
         rotary = self.decoder.rotary_emb(hidden, position_ids=positions_BT)
         mask = None
         if cache is not None:
@@ -210,10 +213,19 @@ class Lockstep:
             "position_embeddings": rotary,
             "packing": packing,
         }
+
+        def whole(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            # With checkpoints it runs once more in the backward pass, when no forward is active.
+            before, self._active = self._active, stacks
+            try:
+                return layer(hidden, **arguments)
+            finally:
+                self._active = before
+
         for index in layers:
             layer = self.decoder.layers[index]
             if keep is None or index != layers[-1]:
-                hidden = layer(hidden, **arguments)
+                hidden = recompute(whole, layer, hidden, use_reentrant=False) if checkpoint else whole(layer, hidden)
             else:
                 # After the last attention positions are independent: only those that are asked for need the rest.
                 attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **arguments)
@@ -256,6 +268,7 @@ class Lockstep:
         used: int = 0,
         select: tuple[torch.Tensor, torch.Tensor] | None = None,
         packing: Packing | None = None,
+        checkpoint: bool = False,
     ) -> torch.Tensor:
         """Runs the upper layers for all policies of a stack as one batch.
 
@@ -267,6 +280,7 @@ class Lockstep:
             used: With a cache, the highest position plus one.
             select: Rows and columns of N positions; the others are left out of the last feed-forward layer.
             packing: Given where the batch is one row of packed tokens.
+            checkpoint: Whether all branch layers but the last are computed again in the backward pass, not kept.
 
         Returns:
             Final normed hidden states: h_KBTD, or h_KND at the selected positions.
@@ -283,9 +297,8 @@ class Lockstep:
         self._active = stacks
         try:
             branch_cache = None if cache is None else cache.branches
-            hidden = self._run(
-                range(self.first_branch, self.layers), hidden, positions, branch_cache, used, keep, packing
-            )
+            layers = range(self.first_branch, self.layers)
+            hidden = self._run(layers, hidden, positions, branch_cache, used, keep, packing, checkpoint)
         finally:
             self._active = None
         normed = self.decoder.norm(hidden)

@@ -9,7 +9,8 @@ import torch
 from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.learn import ppo
 from bupo.learn.optimizer import PolicyOptimizer
-from bupo.learn.ppo import PPOConfig, micro_batches, scheduled_lr, score, token_batch, update
+from bupo.learn.ppo import PPOConfig, scheduled_lr, update
+from bupo.learn.scoring import action_tokens, hidden, keep_trunk, micro_batches, score, token_batch, trunk_of
 from bupo.policies.lockstep import Lockstep
 from bupo.records import TokenBatch
 
@@ -173,6 +174,70 @@ def test_loss_and_gradients_do_not_depend_on_padding_or_row_order():
         assert again["ppo/loss"] == pytest.approx(metrics["ppo/loss"], abs=1e-10)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"logit_tokens": 1}, {"logit_tokens": 7}, {"checkpoint": True}, {"checkpoint": True, "micro_tokens": 64}],
+    ids=str,
+)
+@pytest.mark.parametrize("branch_layers", [2, "all"])
+def test_chunks_of_logits_and_checkpoints_change_no_number(branch_layers, settings):
+    learner, batch = Learner(dtype=WIDE, branch_layers=branch_layers), tiny.batch()
+    whole, gradients = learner.gradients(batch, logit_tokens=10_000)
+    split, same = learner.gradients(batch, **settings)
+    assert_same(gradients, same, 1e-10)
+    assert {k: split[k] for k in split} == pytest.approx({k: whole[k] for k in split}, abs=1e-10)
+
+
+def test_checkpointed_branches_keep_less_for_the_backward_pass():
+    learner, batch = Learner(branch_layers="all"), tiny.batch()
+    sizes = {}
+    for checkpoint in (False, True):
+        kept = []
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            learner.gradients(batch, checkpoint=checkpoint)
+        sizes[checkpoint] = sum(kept)
+    assert sizes[True] < 0.7 * sizes[False]
+
+
+def test_no_more_distributions_exist_at_once_than_asked_for(monkeypatch):
+    learner, seen = Learner(), []
+    real = learner.forward.logp
+
+    def spy(h_KND, temperature):
+        seen.append(h_KND.shape[1])
+        return real(h_KND, temperature)
+
+    monkeypatch.setattr(learner.forward, "logp", spy)
+    learner.gradients(tiny.batch(), logit_tokens=5)
+    assert max(seen) == 5
+    assert sum(seen) == 2 * int(tiny.batch().action_BT.sum())  # the old policies and the present ones
+
+
+def test_a_kept_trunk_changes_no_number_and_is_computed_once(monkeypatch):
+    learner, batch = Learner(dtype=WIDE, branch_layers=1), tiny.batch()
+    metrics, gradients = learner.gradients(batch, micro_tokens=64)
+    kept = keep_trunk(learner.forward, batch, 64, 1.0)
+    assert kept.trunk_BTD is not None
+    monkeypatch.setattr(learner.forward, "trunk", lambda *args, **kwargs: pytest.fail("the trunk ran again"))
+    again, same = learner.gradients(kept, micro_tokens=64, epochs=1)
+    assert_same(gradients, same, 1e-12)
+    assert again == pytest.approx(metrics, abs=1e-12)
+
+
+def test_a_trunk_is_not_kept_beyond_the_memory_allowed_nor_where_there_is_none():
+    batch = tiny.batch()
+    size = batch.ids_BT.numel() * 64 * 4 / 2**20
+    forward = tiny.lockstep(branch_layers=1)
+    assert keep_trunk(forward, batch, 64, 0.99 * size).trunk_BTD is None
+    assert keep_trunk(forward, batch, 64, 1.01 * size).trunk_BTD is not None
+    assert keep_trunk(tiny.lockstep(branch_layers="all"), batch, 64, 100.0).trunk_BTD is None
+
+
 def test_micro_batches_hold_every_row_once_within_the_budget():
     batch = tiny.batch()
     pieces = list(micro_batches(batch, torch.tensor([5, 0, 2, 3]), 40))
@@ -305,7 +370,12 @@ def test_gradients_equal_finite_differences():
     total = int(batch.action_BT.sum())
 
     def loss():
-        return ppo._loss(learner.forward, learner.mixer, batch, old, replace(FULL, clip=0.9))[0] / total
+        trunk = trunk_of(learner.forward, batch)
+        before, now = (
+            hidden(learner.forward, batch, stacks, trunk) for stacks in (old, learner.forward.stacks(grad=True))
+        )
+        own = action_tokens(batch, learner.forward.device)
+        return ppo._loss(learner.forward, learner.mixer, before, now, own, replace(FULL, clip=0.9))[0] / total
 
     loss().backward()
     generator = torch.Generator().manual_seed(4)

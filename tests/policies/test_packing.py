@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from bupo.learn.ppo import micro_batches, score, shuffled_families, token_batch, trunk_of
+from bupo.learn.scoring import micro_batches, score, shuffled_families, token_batch, trunk_of
 from bupo.policies.lockstep import Lockstep
 from bupo.policies.packing import families, pack
 

@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
-from bupo.learn.ppo import score, token_batch
+from bupo.learn.scoring import score, token_batch
 from bupo.negotiation.dialogue import Dialogue, play
 from bupo.negotiation.opponents import seat_player
 from bupo.negotiation.scenario import ScenarioConfig, procurement

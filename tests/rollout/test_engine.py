@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
-from bupo.learn.ppo import score, token_batch
+from bupo.learn.scoring import score, token_batch
 from bupo.policies.lockstep import DialogueCache, Lockstep
 from bupo.records import Proposal
 from bupo.rollout import engine

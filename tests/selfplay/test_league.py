@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from bupo.learn.ppo import score
+from bupo.learn.scoring import score
 from bupo.selfplay.league import League
 
 
