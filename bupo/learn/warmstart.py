@@ -33,7 +33,7 @@ from bupo.policies.nano import NanoConfig, build_nano, train_tokenizer
 from bupo.policies.pool import REFERENCE, PoolConfig, lora_config
 from bupo.tracking import Tracker
 
-FORMAT = 9
+FORMAT = 10
 """Raised when prompts, phrases or players change, so that cached bases of older code are not taken."""
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01

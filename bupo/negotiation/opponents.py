@@ -120,10 +120,16 @@ class Stepwise(TimeDependent):
     """A time-dependent player that moves its last offer step by step towards the other side's, cheapest issue first.
 
     Giving where it costs least is what logrolling asks of each side; and each message differs from the player's last
-    one by a step or two, which a small model can learn to do.
+    one by a step or two, which a small model can learn to do. Its time runs to the last offer that can be answered:
+    what comes with the last word is no offer any more.
     """
 
     kept = 0.12
+
+    def clock(self, view: View) -> float:
+        """Share of the player's own time that has passed: 0 with its first offer, 1 with the last one that counts."""
+        total = view.answerable + view.round - 1
+        return 1 - max(view.answerable - 1, 0) / max(total - 1, 1)
 
     def propose(self, view: View, target: float) -> Outcome:
         """Its last offer, moved towards the other side's as far as `target` allows."""
@@ -172,9 +178,9 @@ class Micro(ScriptedPlayer):
     """MiCRO (de Jonge 2022): one new outcome of descending own utility for each new offer of the other side.
 
     The original takes the deadline to leave room for its whole ranking. Where it does not, the ranking is cut into as
-    many bands as there are messages, and a band is what an outcome was: it moves one band on for each offer in a band
-    that it has not seen. Who gives a new band each time finds it at its limit with its last message; who stays in one
-    is answered by nothing new.
+    many bands as it has offers that can be answered, and a band is what an outcome was: it moves one band on for each
+    offer in a band that it has not seen. Who gives a new band each time finds it at its limit with the last of them;
+    who stays in one is answered by nothing new.
     """
 
     def __init__(self, scenario: Scenario, seat: int, rng: np.random.Generator, phrases: PhraseBank) -> None:
@@ -196,7 +202,7 @@ class Micro(ScriptedPlayer):
 
     def stride(self, view: View) -> float:
         """Outcomes in a band."""
-        return max(self.last / max(view.rounds - 1, 1), 1.0)
+        return max(self.last / max(view.answerable + view.round - 2, 1), 1.0)
 
     def place(self, view: View) -> int:
         """Where in the ranking it stands now."""

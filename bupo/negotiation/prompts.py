@@ -73,9 +73,8 @@ def turn_prompt(scenario: Scenario, view: View) -> str:
         parts.append(f"Your last: {_rating(profile, view.own_last)}.")
     if view.standing is not None:
         parts.append(f"Their offer: {_rating(profile, view.standing)}.")
-    if view.round == view.rounds:
-        parts.append("You have the last word." if view.last_word else "They have the last word.")
-    parts.append(f"Round {view.round} of {view.rounds}.")
+    # Offers that can still be answered, not rounds: who has the last word can do nothing with it but accept or walk.
+    parts.append("You have the last word." if view.last_word else f"Offers left: {view.answerable}.")
     note = f"({' '.join(parts)})"
     if view.other_text is None:
         return f"You open.\n{note}"

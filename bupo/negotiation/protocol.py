@@ -80,7 +80,8 @@ class View:
         other_text: The other side's latest message, None before its first.
         standing: The other side's offer that may be accepted now, None if there is none.
         own_last: The seat's own latest offer, None before its first.
-        last_word: True when no message follows this one.
+        answerable: How many more offers of the seat, one made now included, the other side can still answer; 0 for the
+            message that no other follows.
         refusal: Why the seat's previous message was refused, None if it was not.
     """
 
@@ -90,8 +91,13 @@ class View:
     other_text: str | None
     standing: Outcome | None
     own_last: Outcome | None
-    last_word: bool
+    answerable: int
     refusal: str | None
+
+    @property
+    def last_word(self) -> bool:
+        """Whether no message follows this one."""
+        return self.answerable == 0
 
 
 class Mechanism:
@@ -130,7 +136,7 @@ class Mechanism:
             other_text=self.texts[other],
             standing=self.offers[other],
             own_last=self.offers[self.seat],
-            last_word=self.messages == 2 * self.rounds - 1,
+            answerable=(2 * self.rounds - self.messages) // 2,
             refusal=self.refusal,
         )
 

@@ -15,7 +15,8 @@ from bupo.records import Episode, Outcome, Turn
 
 FEATURES = (
     "time",
-    "last_round",
+    "last_offer",
+    "no_offer",
     "last_word",
     "has_standing",
     "standing",
@@ -49,14 +50,15 @@ def design(features_NF: np.ndarray) -> np.ndarray:
 
 
 def situation(features_NF: np.ndarray) -> np.ndarray:
-    """The situation of each state, [N], one of eight: accepted or not, last round or not, who has the last word.
+    """The situation of each state, [N], one of eight: accepted or not, and what is left to the seat.
 
-    An offer that can be answered by another is another thing than one that must be taken or left.
+    More than one offer that can be answered; one, to be taken or left; one, which can be answered by another; none. The
+    last offer is another thing than those before it.
     """
-    last_round, last_word, accepted = (
-        features_NF[:, FEATURES.index(name)].astype(int) for name in ("last_round", "last_word", "accepted")
+    last_offer, no_offer, last_word, accepted = (
+        features_NF[:, FEATURES.index(name)].astype(int) for name in ("last_offer", "no_offer", "last_word", "accepted")
     )
-    return 4 * accepted + 2 * last_round + last_word
+    return 4 * accepted + last_offer * (1 + last_word) + 3 * no_offer
 
 
 @dataclass
@@ -92,14 +94,16 @@ class _Seat:
 
     def features(self) -> tuple[float, ...]:
         """The state now."""
-        round_ = min(self.messages // 2, self.rounds - 1)
+        total = self.rounds - self.last_word
+        left = total - min(self.messages // 2, self.rounds - 1)
         standing = self.heard[-1] if self.heard else 0.0
         pairs = list(zip(self.asked, self.asked[1:], strict=False))
         repeats = [a == b for a, b in zip(self.offers, self.offers[1:], strict=False)]
         accepted = self.act == "accept"
         return (
-            round_ / max(self.rounds - 1, 1),
-            float(round_ == self.rounds - 1),
+            1 - max(left - 1, 0) / max(total - 1, 1),
+            float(left == 1),
+            float(left == 0),
             float(self.last_word),
             float(bool(self.heard)),
             standing,
@@ -128,10 +132,10 @@ def turn_states(scenario: Scenario, episode: Episode, seat: int) -> tuple[np.nda
         seat: Whose turns.
 
     Returns:
-        Features before and after, [T, F] each. Time is in [0, 1]; `standing` (the other side's offer), `own` (the last
-        offer) and `deal` (what was accepted) are surplus shares cut to [-1, 1], 0 where there is none, `..._gain` their
-        part above the reservation; `given` is the other side's last step, `conceded` the own one; `tone`, `repeats` and
-        `takes_back` are means over own messages so far.
+        Features before and after, [T, F] each. Time is in [0, 1], 1 with the last offer that can be answered;
+        `standing` (the other side's offer), `own` (the last offer) and `deal` (what was accepted) are surplus shares
+        cut to [-1, 1], 0 where there is none, `..._gain` their part above the reservation; `given` is the other side's
+        last step, `conceded` the own one; `tone`, `repeats` and `takes_back` are means over own messages so far.
     """
     opener = episode.turns[0].seat if episode.turns else 0
     now = _Seat(profile=scenario.profiles[seat], rounds=scenario.rounds, last_word=opener != seat)

@@ -3,8 +3,9 @@
     python experiments/benchmarks/update.py --base smollm2 --policies 4 --batch 8 --branch-layers 10 --epochs 2
 
 All variants compute the same joint loss (clipped ratio of the mixture, KL to the reference, KL of each policy to its
-old self) from the same old policies, with logits at action positions only, in equal micro-batches, and step the adapters
-by Adam. Memory is the peak of one process a variant. Rows share no beginning here: dialogues of one group gain more.
+old self) from the same old policies, with logits at action positions only, in equal micro-batches, and step the
+adapters by Adam. Memory is the peak of one process a variant. Rows share no beginning here: dialogues of one group gain
+more.
 
 Shape legend: K policies, B rows, T tokens, N action tokens, V vocabulary, D width.
 """

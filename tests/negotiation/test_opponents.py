@@ -17,6 +17,7 @@ from bupo.negotiation.opponents import (
     Linear,
     Micro,
     Random,
+    ScriptedPlayer,
     TitForTat,
     Tough,
     seat_player,
@@ -40,7 +41,7 @@ LINE = Scenario(
 )
 
 
-def view(number, standing=None, own_last=None, rounds=5, last_word=False):
+def view(number, standing=None, own_last=None, rounds=5, last_word=False, second=False):
     return View(
         seat=0,
         round=number,
@@ -48,7 +49,7 @@ def view(number, standing=None, own_last=None, rounds=5, last_word=False):
         other_text=None,
         standing=standing,
         own_last=own_last,
-        last_word=last_word,
+        answerable=0 if last_word else rounds - number + (not second),
         refusal=None,
     )
 
@@ -102,6 +103,17 @@ def test_time_dependent_aspiration_never_rises(kind):
     player = buyer(kind)
     targets = [player.target(view(number, rounds=9)) for number in range(1, 10)]
     assert all(before > after for before, after in itertools.pairwise(targets))
+
+
+@pytest.mark.parametrize("kind", [Firm, Eager])
+def test_training_tactics_that_do_not_open_end_with_the_last_offer_that_can_be_answered(kind):
+    first, second = buyer(kind), buyer(kind)
+    # Five rounds after the other side opened are four offers that count, as the four rounds of an opener.
+    ends = [second.target(view(n, rounds=5, second=True)) for n in (1, 2, 3, 4, 5)]
+    assert ends[:4] == pytest.approx([first.target(view(n, rounds=4)) for n in (1, 2, 3, 4)])
+    assert ends[3] == ends[4] == pytest.approx(0.472)
+    evaluated = buyer(Linear)
+    assert evaluated.target(view(4, rounds=5, second=True)) == pytest.approx(1 - 0.6 * 0.75)
 
 
 def test_a_two_round_deadline_runs_from_the_ideal_to_the_limit():
@@ -259,21 +271,30 @@ def test_tough_does_not_give_in_on_its_last_message():
     assert "[Accept]" in buyer(Tough).speak(view(2, (0,)))
 
 
-def test_training_tactics_change_fewer_issues_at_a_time_than_evaluation_ones():
+class Jumping(Firm):
+    """The same aspirations, offers chosen afresh each time as evaluation players choose theirs."""
+
+    propose = ScriptedPlayer.propose
+
+
+def test_moving_the_last_offer_changes_fewer_issues_at_a_time_than_choosing_afresh():
     """Mean number of issues that differ between a player's successive offers, against the same opponent."""
     changes = {}
-    for name in ("firm", "boulware"):
+    for kind in (Firm, Jumping):
         counts = []
-        for seed in range(40):
-            _, episode = play_pair((name, "random"), seed)
+        for seed in range(60):
+            scenario = procurement(ScenarioConfig(), seed)
+            rng = np.random.default_rng(seed)
+            talkers = (kind(scenario, 0, rng, TRAINING_PHRASES), seat_player("random", scenario, 1, rng))
+            episode = play(scenario, ("x", "random"), talkers).episode()
             own = [t.action.outcome for t in episode.turns if t.seat == 0 and t.action.outcome is not None]
             counts += [
                 sum(a != b for a, b in zip(*pair, strict=True))
                 for pair in itertools.pairwise(own)
                 if len(set(pair)) > 1
             ]
-        changes[name] = np.mean(counts)
-    assert changes["firm"] < changes["boulware"]
+        changes[kind] = np.mean(counts)
+    assert changes[Firm] < 0.9 * changes[Jumping]
 
 
 def test_others_take_a_rational_offer_on_their_last_message_and_walk_from_a_worse_one():

@@ -34,7 +34,7 @@ VIEW = View(
     other_text="We can move. [Offer: price=20, days=7]",
     standing=(1, 2),
     own_last=(0, 0),
-    last_word=False,
+    answerable=6,
     refusal=None,
 )
 
@@ -58,7 +58,7 @@ def views(scenario, seat):
                     other_text=None if standing is None else "We can move.",
                     standing=standing,
                     own_last=own_last,
-                    last_word=number == scenario.rounds,
+                    answerable=scenario.rounds - number,
                     refusal=None,
                 )
 
@@ -89,20 +89,20 @@ def test_points_can_be_worked_out_exactly_from_the_system_prompt():
 def test_turn_prompt_by_hand():
     # Buyer: (20 USD, 7 days) is 30 + 40 = 70, 30 above its limit; its own (10 USD, 1 day) is 60 + 0 = 60, 20 above.
     assert turn_prompt(HAND, VIEW) == (
-        "We can move. [Offer: price=20, days=7]\n(Your last: +20. Their offer: +30. Round 3 of 8.)"
+        "We can move. [Offer: price=20, days=7]\n(Your last: +20. Their offer: +30. Offers left: 6.)"
     )
     # Supplier: 25 + 0 = 25, 5 below its limit; its own last, 0 + 50 = 50, is 20 above.
-    assert "(Your last: +20. Their offer: 5 too low. Round 3 of 8.)" in turn_prompt(HAND, replace(VIEW, seat=1))
+    assert "(Your last: +20. Their offer: 5 too low. Offers left: 6.)" in turn_prompt(HAND, replace(VIEW, seat=1))
 
 
 def test_the_opener_is_told_that_it_opens():
-    first = replace(VIEW, round=1, other_text=None, standing=None, own_last=None)
-    assert turn_prompt(HAND, first) == "You open.\n(Round 1 of 8.)"
+    first = replace(VIEW, round=1, answerable=8, other_text=None, standing=None, own_last=None)
+    assert turn_prompt(HAND, first) == "You open.\n(Offers left: 8.)"
 
 
-def test_the_last_round_says_who_has_the_last_word():
-    assert "They have the last word." in turn_prompt(HAND, replace(VIEW, round=8))
-    assert "You have the last word." in turn_prompt(HAND, replace(VIEW, round=8, last_word=True))
+def test_a_seat_is_told_how_many_offers_can_still_be_answered():
+    assert turn_prompt(HAND, replace(VIEW, round=8, answerable=1)).endswith("Offers left: 1.)")
+    assert turn_prompt(HAND, replace(VIEW, round=8, answerable=0)).endswith("You have the last word.)")
     assert "last word" not in turn_prompt(HAND, VIEW)
 
 

@@ -35,7 +35,8 @@ def test_before_and_after_each_message_of_the_buyer():
         offer(2, 0), "Thanks. " + offer(0, 1), offer(1, 0), "Enough! " + offer(0, 1), offer(2, 1), "[Accept]"
     )
     before, after = (rows(states) for states in turn_states(SCENARIO, episode, 0))
-    assert [row["time"] for row in before] == [0, 0.5, 1] and [row["last_round"] for row in before] == [0, 0, 1]
+    assert [row["time"] for row in before] == [0, 1, 1]  # two offers that the supplier can answer, then none
+    assert [row["last_offer"] for row in before] == [0, 1, 0] and [row["no_offer"] for row in before] == [0, 0, 1]
     assert {row["last_word"] for row in before} == {1.0}
     # Surplus shares of the buyer: (points - 40) / 60.
     assert [row["standing"] for row in before] == pytest.approx([-40 / 60, -10 / 60, 0])
@@ -54,6 +55,7 @@ def test_concessions_and_steps_back_of_the_supplier():
     episode = play(offer(2, 0), offer(0, 1), offer(1, 0), offer(0, 1), offer(2, 0), "[Walk]")
     before, after = (rows(states) for states in turn_states(SCENARIO, episode, 1))
     assert {row["last_word"] for row in before} == {0.0}
+    assert [row["time"] for row in before] == [0, 0.5, 1] and [row["last_offer"] for row in before] == [0, 0, 1]
     assert before[0]["has_standing"] == 0 and before[1]["standing"] == pytest.approx(-30 / 70)
     assert [row["conceded"] for row in after] == pytest.approx([0, 25 / 70, -25 / 70])
     assert [row["takes_back"] for row in after] == pytest.approx([0, 0, 0.5])
@@ -101,5 +103,5 @@ def test_design_holds_features_products_and_hinges():
 def test_situations_tell_final_offers_and_accepted_deals_apart():
     episode = play(offer(2, 0), offer(0, 1), offer(1, 0), offer(0, 1), offer(2, 1), "[Accept]")
     buyer, supplier = (turn_states(SCENARIO, episode, seat)[1] for seat in (0, 1))
-    assert situation(buyer).tolist() == [1, 1, 7]
-    assert situation(supplier).tolist() == [0, 0, 2]
+    assert situation(buyer).tolist() == [0, 2, 7]
+    assert situation(supplier).tolist() == [0, 0, 1]
