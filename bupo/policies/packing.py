@@ -37,7 +37,7 @@ def families(sequences: Sequence[Sequence[int]], most: Sequence[int]) -> tuple[l
         Family of each sequence (numbered from 0), and how many leading tokens its family shares: `most` for one that
         is alone.
     """
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
     joint = [min(common_length(sequences[a], sequences[b]), most[a], most[b]) for a, b in pairwise(order)]
 
     def split(threshold: int) -> list[tuple[list[int], int]]:
