@@ -22,7 +22,7 @@ class InteractConfig:
     """The interact phase.
 
     Attributes:
-        dialogues: Dialogues an iteration; 0 for 96, or 16 for a public base on a CPU.
+        dialogues: Dialogues an iteration; 0 for 128, or 16 for a public base on a CPU.
         group_size: Copies of one scenario, role and opponent: the group whose mean reward is the baseline.
         self_play: Share of dialogues in which the current pool plays both seats.
         past: Share against past selves (none while the league is empty: those go to scripted opponents).
