@@ -91,17 +91,17 @@ class Theirs:
         for name in self.old:
             self.model.add_adapter(name, self.model.peft_config[self.names[0]])
         self.model.eval()
-        for name in (*self.old, REFERENCE):
-            self._grad(name, on=False)
+        self._train_all()
         self.optimizer = PolicyOptimizer(pool, 1.0)
 
     def _weights(self, name: str) -> Iterator[torch.nn.Parameter]:
         for module in self.pool.modules().values():
             yield from lora_weights(module, name)
 
-    def _grad(self, name: str, *, on: bool) -> None:
-        for weight in self._weights(name):
-            weight.requires_grad_(on)
+    def _train_all(self) -> None:
+        for name in (*self.names, *self.old, REFERENCE):
+            for weight in self._weights(name):
+                weight.requires_grad_(name in self.names)
 
     def _final(self, ids_BT: torch.Tensor, **how: object) -> torch.Tensor:
         return self.model.get_base_model().model(ids_BT, use_cache=False, **how).last_hidden_state
@@ -112,6 +112,7 @@ class Theirs:
             found = []
             for name in names:
                 self.model.set_adapter(name)
+                self._train_all()  # set_adapter freezes the others, whose graphs wait for the backward pass
                 found.append(self._final(ids_BT)[rows_N, columns_N - 1])
             return torch.stack(found)
         spread = [name for name in names for _ in range(len(ids_BT))]
@@ -141,8 +142,6 @@ class Theirs:
         ids_N, advantage_N = ids_BT[rows_N, columns_N], piece.advantage_BT.to(device)[rows_N, columns_N]
         with torch.no_grad():
             before_KND = self.hidden([*self.old, REFERENCE], ids_BT, rows_N, columns_N)
-        for name in self.names:
-            self._grad(name, on=True)
         now_KND = self.hidden(self.names, ids_BT, rows_N, columns_N)
         leaf_KND = now_KND.detach().requires_grad_()
         head = self.model.get_base_model().lm_head
