@@ -73,10 +73,10 @@ class PPOConfig:
     critic_window: int = 8
     scale: str = "batch"
     keep: float = 0.5
-    kl_reference: float = 0.3
+    kl_reference: float = 0.22
     kl_old: float = 0.1
     entropy: float = 0.0
-    diversity: float = 0.25
+    diversity: float = 0.15
     diversity_cap: float = 0.1
     max_grad_norm: float = 1.0
     temperature: float = 0.7
