@@ -76,7 +76,7 @@ class PPOConfig:
     kl_reference: float = 0.22
     kl_old: float = 0.1
     entropy: float = 0.0
-    diversity: float = 0.15
+    diversity: float = 0.2
     diversity_cap: float = 0.1
     max_grad_norm: float = 1.0
     temperature: float = 0.7
