@@ -11,6 +11,7 @@ from bupo.negotiation.opponents import seat_player
 from bupo.negotiation.phrases import chatter
 from bupo.negotiation.scenario import ScenarioConfig, procurement
 from bupo.policies.chat import ChatFormat
+from bupo.policies.packing import common_length
 
 SFT_SEEDS = 500_000
 """First scenario seed of SFT data: held-out scenarios come before it, training scenarios from 1,000,000 on."""
@@ -74,16 +75,12 @@ def seat_example(
             more, heard = (chat.open(dialogue.system(seat), text) for text in (prompt, words))
         ids += more
         # The scenario's numbers and the other side's words are not the model's to predict, the note is.
-        unlearnt = _shared_prefix(more, heard) if notes else len(more)
+        unlearnt = common_length(more, heard) if notes else len(more)
         labels += [-100] * unlearnt + more[unlearnt:]
         reply = chat.reply(exchange.reply)
         ids += reply
         labels += reply if exchange.valid else [-100] * len(reply)
     return {"input_ids": ids, "labels": labels}
-
-
-def _shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def examples(

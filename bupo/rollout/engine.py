@@ -42,9 +42,11 @@ def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
     random numbers).
     """
     cumulative_NV = logp_NV.exp().cumsum(-1)
-    # To the right of equal sums, so that an id of probability 0 is never drawn.
-    mark_N1 = (uniform_N.to(cumulative_NV) * cumulative_NV[:, -1])[:, None]
-    return torch.searchsorted(cumulative_NV, mark_N1, right=True)[:, 0].clamp_(max=logp_NV.shape[1] - 1)
+    total_N = cumulative_NV[:, -1]
+    # Below the total even where a number was rounded up to 1, and to the right of equal sums: an id of probability 0 is
+    # never drawn.
+    mark_N = torch.minimum(uniform_N.to(total_N) * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
+    return torch.searchsorted(cumulative_NV, mark_N[:, None], right=True)[:, 0]
 
 
 class Session:

@@ -195,8 +195,8 @@ def test_draws_follow_the_distribution_and_never_take_what_has_probability_zero(
     counts = torch.bincount(ids, minlength=6).numpy()
     assert counts[[0, 2, 5]].sum() == 0
     assert stats.chisquare(counts[[1, 3, 4]], 20_000 * p[[1, 3, 4]].numpy()).pvalue > 1e-3
-    edges = torch.tensor([0.0, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-24])
-    assert engine.draw(p.log().expand(6, -1), edges).tolist() == [1, 1, 3, 3, 4, 4]
+    edges = torch.tensor([0.0, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-24, 1.0])
+    assert engine.draw(p.log().expand(7, -1), edges).tolist() == [1, 1, 3, 3, 4, 4, 4]
 
 
 def test_what_a_row_draws_depends_neither_on_its_company_nor_on_how_long_it_spoke_before():
