@@ -47,6 +47,7 @@ def play(chat, system, prompts, replies):
 
 TEMPLATES = pytest.mark.parametrize("template", [None, CHATML], ids=["nano", "chatml"])
 text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=30)
+harmless = text.filter(lambda words: "<|" not in words)
 
 
 @TEMPLATES
@@ -65,7 +66,7 @@ def test_grown_ids_decode_to_the_template_rendering_of_the_whole_conversation(te
 
 
 @TEMPLATES
-@given(prompts=st.lists(text, min_size=3, max_size=3), replies=st.lists(text, min_size=2, max_size=2))
+@given(prompts=st.lists(harmless, min_size=3, max_size=3), replies=st.lists(harmless, min_size=2, max_size=2))
 def test_grown_ids_decode_to_the_template_rendering_for_any_words(template, prompts, replies):
     tokenizer = words(template)
     ids = play(ChatFormat(tokenizer), "system", prompts, replies)
