@@ -129,7 +129,7 @@ def test_saved_policies_load_with_peft_and_equal_the_lockstep_rows(config, whole
     positions = torch.arange(40).expand(3, -1)
     with torch.no_grad():
         hidden = lockstep.branches(lockstep.trunk(ids, positions), positions, lockstep.stacks())
-        ours = lockstep.head(hidden)
+        ours = lockstep.logits(hidden)
     for row, name in enumerate(pool.names):
         base, _ = load_pretrained(str(path), torch.float32)
         alone = PeftModel.from_pretrained(base, str(whole / "policies" / name)).eval()

@@ -8,6 +8,8 @@ from functools import cache, partial
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bupo.learn.scoring import token_batch
 from bupo.negotiation.scenario import Issue, Profile, Scenario
@@ -17,7 +19,8 @@ from bupo.policies.lockstep import Lockstep, freeze
 from bupo.policies.nano import train_tokenizer
 from bupo.policies.pool import PolicyPool, PoolConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mamba")
+WINDOW = 8
 LAYERS = 3
 TEXTS = (
     "I can offer a price of 880 with payment in 30 days. [Accept]",
@@ -56,10 +59,15 @@ def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int =
     """A frozen random model; equal seeds give equal weights.
 
     transformers computes norms and eager softmax in fp32 whatever the weights: in float64 the norms are replaced by the
-    same formula without casts and attention is torch's own, so that comparisons to 1e-9 mean something.
+    same formula without casts and attention by a plain one, so that comparisons to 1e-9 mean something. Its Mamba takes
+    rates and states through fp32 in any case: see `close`.
+
+    Windows are shorter than the sequences of the tests, and scores are capped where they matter.
     """
     wide = dtype == torch.float64
-    extra = {"sliding_window": None} if family == "mistral" else {}
+    extra = {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
+    if family == "mamba":
+        extra = {"state_size": 4, "conv_kernel": 4, "expand": 2, "time_step_rank": 8}
     config = AutoConfig.for_model(
         family,
         vocab_size=len(_tokenizer()),
@@ -75,11 +83,13 @@ def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int =
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
-        **extra,
+        **{key: value for key, value in extra.items() if family in ("mistral", "gemma2", "gemma3_text", "mamba")},
     )
+    if family == "gemma3_text":
+        config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if wide else "eager").to(dtype)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="wide" if wide else "eager").to(dtype)
         for name, parameter in made.named_parameters():
             if "bias" in name or "norm" in name:  # initialised to constants, which would hide a forgotten term
                 parameter.data += 0.2 * torch.randn_like(parameter)
@@ -92,7 +102,28 @@ def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int =
 
 
 def _rms_norm(module, x):
-    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    gemma = "Gemma" in type(module).__name__
+    epsilon = module.eps if gemma else module.variance_epsilon
+    return (module.weight + gemma) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def _wide_attention(module, query, key, value, attention_mask, scaling, softcap=None, **kwargs):
+    """Attention as the papers write it, keys repeated, in the type of its input."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return (torch.softmax(scores + attention_mask, -1) @ value).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("wide", _wide_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register("wide", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def close(got: torch.Tensor, want: torch.Tensor, family: str, tolerance: float = 1e-9) -> None:
+    """Equal to the tolerance; to 1e-5 for Mamba, whose own forward rounds to fp32."""
+    tolerance = 1e-5 if family == "mamba" else tolerance
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, check_dtype=family != "mamba")
 
 
 def base(family: str = "llama", dtype: torch.dtype = torch.float32) -> Base:
@@ -146,6 +177,7 @@ def peft_twin(source: PolicyPool, family: str = "llama", dtype: torch.dtype = to
     first = source.layers - source.config.branches(source.layers)
     names = ["q_proj", "k_proj", "v_proj", "o_proj"]
     names += ["gate_proj", "up_proj", "down_proj"] if source.config.targets == "all-linear" else []
+    names = ["in_proj", "x_proj"] if family == "mamba" else names
     config = LoraConfig(
         r=source.config.rank,
         lora_alpha=source.config.alpha,

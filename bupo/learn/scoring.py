@@ -127,15 +127,15 @@ def keep_trunk(lockstep: Lockstep, batch: TokenBatch, micro_tokens: int, most_mb
     Returns:
         The batch, with `trunk_BTD` if it fits and if there is a trunk.
     """
-    (rows, width), weight = batch.ids_BT.shape, lockstep.head.weight
-    if lockstep.first_branch == 0 or rows * width * weight.shape[1] * weight.element_size() > most_mb * 2**20:
+    (rows, width), family = batch.ids_BT.shape, lockstep.family
+    if lockstep.first_branch == 0 or rows * width * family.width * family.stream_dtype.itemsize > most_mb * 2**20:
         return batch
-    trunk_BTD = weight.new_zeros(rows, width, weight.shape[1])
+    trunk_BTD = torch.zeros(rows, width, family.width, dtype=family.stream_dtype, device=lockstep.device)
     every = torch.arange(rows)
     for index in micro_rows(batch, every, micro_tokens):
         piece = batch.rows(index)
         trunk = trunk_of(lockstep, piece)
-        trunk_BTD[index.to(weight.device), : piece.ids_BT.shape[1]] = trunk.h_1ND[0][trunk.packing.place_BT]
+        trunk_BTD[index.to(lockstep.device), : piece.ids_BT.shape[1]] = trunk.h_1ND[0][trunk.packing.place_BT]
     return replace(batch, trunk_BTD=trunk_BTD)
 
 

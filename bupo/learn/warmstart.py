@@ -281,7 +281,7 @@ def prepare_adapter(
     dialogues = scripted_dialogues(config.public_dialogues, scenarios, config.seed)
     torch.manual_seed(config.seed)
     data = examples(ChatFormat(tokenizer), dialogues, notes=False, reworded=0.0, seed=config.seed)
-    peft_model = get_peft_model(model, lora_config(pool, model.config.num_hidden_layers), adapter_name=REFERENCE)
+    peft_model = get_peft_model(model, lora_config(pool, model), adapter_name=REFERENCE)
     loss = train_sft(
         peft_model, tokenizer, data, lr=config.public_lr, batch=config.public_batch, seed=config.seed, tracker=tracker
     )

@@ -20,11 +20,11 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from bupo.policies.attention import NAME, LayerCache
+from bupo.policies.families import FAMILIES, family_of
+from bupo.policies.family import Cache, Step
 from bupo.policies.packing import Packing
 from bupo.policies.pool import REFERENCE, PolicyPool, lora_weights
-
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+from bupo.policies.whole import Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +62,50 @@ class Stacks:
 
 
 class DialogueCache:
-    """Trunk and branch caches of the same dialogues: the trunk holds a row once, the branches K times."""
+    """Trunk and branch caches of the same dialogues: the trunk holds a row once, the branches once a policy.
 
-    def __init__(self, trunk: LayerCache, branches: LayerCache, policies: int) -> None:
+    Rows are grouped by pool: first those of the first pool, then those of the second, ... In the branches the rows of a
+    pool stand K times, policy by policy.
+    """
+
+    def __init__(self, trunk: Cache, branches: Cache, policies: Sequence[int], rows: Sequence[int]) -> None:
         """Joins the two.
 
         Args:
-            trunk: Cache of the trunk layers, [B, ...].
-            branches: Cache of the branch layers, [K * B, ...].
-            policies: K.
+            trunk: Cache of the trunk layers, a row each dialogue.
+            branches: Cache of the branch layers, K rows each dialogue.
+            policies: K of each pool.
+            rows: Dialogues of each pool.
         """
         self.trunk = trunk
         self.branches = branches
-        self.policies = policies
+        self.policies = tuple(policies)
+        self.rows = tuple(rows)
 
-    def _branch_rows(self, rows: torch.Tensor, total: int) -> torch.Tensor:
-        offsets = torch.arange(self.policies, device=rows.device)[:, None] * total
-        return (offsets + rows[None]).reshape(-1)
+    def _branch_rows(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Branch rows of some dialogues (given pool by pool), and how many dialogues of each pool they are."""
+        index: list[int] = []
+        counts: list[int] = []
+        first = start = 0
+        for policies, count in zip(self.policies, self.rows, strict=True):
+            own = [row - first for row in rows if first <= row < first + count]
+            index += [start + policy * count + row for policy in range(policies) for row in own]
+            counts.append(len(own))
+            first, start = first + count, start + policies * count
+        return index, counts
 
-    def take(self, rows: torch.Tensor, total: int, used: int, slots: int) -> DialogueCache:
-        """A compact copy of some of `total` dialogues with room for `slots` tokens."""
-        branch_rows = self._branch_rows(rows, total)
-        return DialogueCache(
-            self.trunk.take(rows, used, slots), self.branches.take(branch_rows, used, slots), self.policies
-        )
+    def take(self, rows: Sequence[int], used: int, slots: int, device: torch.device) -> DialogueCache:
+        """A compact copy of some dialogues, given pool by pool, with room for `slots` tokens."""
+        index, counts = self._branch_rows(rows)
+        trunk = self.trunk.take(torch.tensor(rows, device=device), used, slots)
+        branches = self.branches.take(torch.tensor(index, device=device), used, slots)
+        return DialogueCache(trunk, branches, self.policies, counts)
 
-    def put(self, rows: torch.Tensor, total: int, other: DialogueCache, used: int) -> None:
+    def put(self, rows: Sequence[int], other: DialogueCache, used: int, device: torch.device) -> None:
         """Writes a compact copy back."""
-        self.trunk.put(rows, other.trunk, used)
-        self.branches.put(self._branch_rows(rows, total), other.branches, used)
+        index, _ = self._branch_rows(rows)
+        self.trunk.put(torch.tensor(rows, device=device), other.trunk, used)
+        self.branches.put(torch.tensor(index, device=device), other.branches, used)
 
 
 class Lockstep:
@@ -103,38 +118,47 @@ class Lockstep:
             pool: The pool; its PEFT model keeps working as such while no lockstep forward runs.
 
         Raises:
-            ValueError: The base belongs to a family that cannot be run layer by layer here.
+            ValueError: The base's layers do not do for each policy what PEFT's forward does with that policy alone.
         """
         self.pool = pool
-        model = pool.base.model
-        config = model.config
-        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        if config.model_type not in FAMILIES or windowed:
-            what = f"{config.model_type} with a sliding window" if windowed else config.model_type
-            raise ValueError(
-                f"the base is a {what} model; the lockstep forward knows {', '.join(FAMILIES)} with full attention"
-            )
-        model.set_attn_implementation(NAME)
-        self.decoder = model.model
-        self.head = model.lm_head
-        self.heads = config.num_key_value_heads
-        self.head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.family = family_of(pool.base.model)(pool.base.model)
         self.first_branch = pool.first_branch
         self.layers = pool.layers
-        self._active: Stacks | None = None
+        self._active: tuple[tuple[Stacks, int], ...] = ()
         self._modules = pool.modules()
         for key, module in self._modules.items():
             module.forward = self._forward_of(key, module)
+        if isinstance(self.family, Whole):
+            self._verify()
+
+    @torch.no_grad()
+    def _verify(self) -> None:
+        """Compares rows with PEFT, for a base whose inside is not known: experts or scaled logits would go wrong."""
+        names = self.pool.names[:2]
+        ids_BT = torch.arange(8, device=self.device).view(2, 4) + 1
+        positions_BT = torch.arange(4, device=self.device).expand(2, 4)
+        h_KBTD = self.branches(self.trunk(ids_BT, positions_BT), positions_BT, self.stacks(names, reference=True))
+        for name, ours in zip((*names, REFERENCE), self.logits(h_KBTD), strict=True):
+            self.pool.model.set_adapter(name)
+            alone = self.pool.model(input_ids=ids_BT).logits.to(ours.dtype)
+            error = float((ours - alone).abs().max() / alone.abs().max().clamp_min(1e-6))
+            if not error < 2e-2:
+                kind = self.pool.base.model.config.model_type
+                raise ValueError(
+                    f"the base is a {kind} model, on which {name} in lockstep differs from PEFT's own forward by "
+                    f"{error:.1%} of the largest logit; take a base of another family: {', '.join(FAMILIES)}"
+                )
+        self.pool.settle()
 
     @property
     def device(self) -> torch.device:
         """Where the base lives."""
-        return self.head.weight.device
+        return self.family.head.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Compute type of the base."""
-        return self.head.weight.dtype
+        return self.family.head.weight.dtype
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -146,13 +170,19 @@ class Lockstep:
         base = module.base_layer
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if self._active is None:
+            if not self._active:
                 return alone(x, *args, **kwargs)
-            a_KDR, b_KRD = self._active.weights[key]
-            x_KND = x.reshape(a_KDR.shape[0], -1, x.shape[-1])
             y = base(x)
-            delta = torch.bmm(x_KND, a_KDR)
-            return torch.baddbmm(y.view(a_KDR.shape[0], -1, y.shape[-1]), delta, b_KRD).view_as(y)
+            done, parts = 0, []
+            for stacks, rows in self._active:
+                a_KDR, b_KRD = stacks.weights[key]
+                size = len(x) if len(self._active) == 1 else len(stacks) * rows
+                x_KND = x[done : done + size].reshape(len(stacks), -1, x.shape[-1])
+                y_KND = y[done : done + size].reshape(len(stacks), -1, y.shape[-1])
+                mixed_KND = torch.baddbmm(y_KND, torch.bmm(x_KND, a_KDR), b_KRD)
+                parts.append(mixed_KND.view(size, *y.shape[1:]))
+                done += size
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return forward
 
@@ -177,60 +207,40 @@ class Lockstep:
                 weights[key] = (a.to(self.dtype), b.to(self.dtype))
         return Stacks(names=tuple(names), weights=weights)
 
-    def new_cache(self, rows: int, policies: int, slots: int) -> DialogueCache:
-        """Preallocates the cache of `rows` dialogues of at most `slots` tokens under `policies` policies."""
-        like, shape = self.head.weight.detach(), (slots, self.heads, self.head_width)
+    def new_cache(self, rows: Sequence[int], policies: Sequence[int], slots: int) -> DialogueCache:
+        """Preallocates the cache of dialogues of at most `slots` tokens, given rows and policies of each pool."""
+        branch_rows = sum(count * size for count, size in zip(rows, policies, strict=True))
         return DialogueCache(
-            LayerCache(range(self.first_branch), rows, *shape, like),
-            LayerCache(range(self.first_branch, self.layers), rows * policies, *shape, like),
+            self.family.new_cache(range(self.first_branch), sum(rows), slots),
+            self.family.new_cache(range(self.first_branch, self.layers), branch_rows, slots),
             policies,
+            rows,
         )
 
     def _run(
         self,
         layers: range,
         hidden: torch.Tensor,
-        positions_BT: torch.Tensor,
-        cache: LayerCache | None,
-        used: int,
-        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        packing: Packing | None = None,
+        step: Step,
+        pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
         checkpoint: bool = False,
     ) -> torch.Tensor:
-        stacks = self._active
-        rotary = self.decoder.rotary_emb(hidden, position_ids=positions_BT)
-        mask = None
-        if cache is not None:
-            cache.at(positions_BT, used)
-            later = torch.arange(used, device=hidden.device)[None, None] > positions_BT[:, :, None]
-            mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device)
-            mask = mask.masked_fill_(later, torch.finfo(hidden.dtype).min).unsqueeze(1)
-        arguments = {
-            "attention_mask": mask,
-            "position_ids": positions_BT,
-            "cache": cache,
-            "use_cache": cache is not None,
-            "position_embeddings": rotary,
-            "packing": packing,
-        }
+        groups = self._active
+        shared = self.family.prepare(hidden, step)
 
-        def whole(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        def whole(index: int, hidden: torch.Tensor) -> torch.Tensor:
             # With checkpoints it runs once more in the backward pass, when no forward is active.
-            before, self._active = self._active, stacks
+            before, self._active = self._active, groups
             try:
-                return layer(hidden, **arguments)
+                return self.family.layer(index, hidden, shared, None)
             finally:
                 self._active = before
 
         for index in layers:
-            layer = self.decoder.layers[index]
-            if keep is None or index != layers[-1]:
-                hidden = recompute(whole, layer, hidden, use_reentrant=False) if checkpoint else whole(layer, hidden)
+            if pick is not None and index == layers[-1]:
+                hidden = self.family.layer(index, hidden, shared, pick)
             else:
-                # After the last attention positions are independent: only those that are asked for need the rest.
-                attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **arguments)
-                hidden = keep(hidden + attended)
-                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+                hidden = recompute(whole, index, hidden, use_reentrant=False) if checkpoint else whole(index, hidden)
         return hidden
 
     @torch.no_grad()
@@ -240,6 +250,7 @@ class Lockstep:
         positions_BT: torch.Tensor,
         cache: DialogueCache | None = None,
         used: int = 0,
+        count_B: torch.Tensor | None = None,
         packing: Packing | None = None,
     ) -> torch.Tensor:
         """Runs the shared lower layers once a row.
@@ -249,15 +260,23 @@ class Lockstep:
             positions_BT: Position of each token in its row.
             cache: Where to continue; None for whole sequences.
             used: With a cache, the highest position plus one.
+            count_B: With a cache, the real tokens of each row; None if all are.
             packing: Given where the batch is one row of packed tokens, [1, N].
 
         Returns:
             Hidden states h_BTD that all sub-policies share.
         """
-        hidden = self.decoder.embed_tokens(ids_BT)
+        hidden = self.family.embed(ids_BT)
         if self.first_branch == 0:
             return hidden
-        return self._run(range(self.first_branch), hidden, positions_BT, cache and cache.trunk, used, packing=packing)
+        step = Step(
+            positions_RT=positions_BT,
+            cache=None if cache is None else cache.trunk,
+            used=used,
+            count_R=count_B,
+            packing=packing,
+        )
+        return self._run(range(self.first_branch), hidden, step)
 
     def branches(
         self,
@@ -267,6 +286,7 @@ class Lockstep:
         cache: DialogueCache | None = None,
         used: int = 0,
         select: tuple[torch.Tensor, torch.Tensor] | None = None,
+        count_B: torch.Tensor | None = None,
         packing: Packing | None = None,
         checkpoint: bool = False,
     ) -> torch.Tensor:
@@ -279,6 +299,7 @@ class Lockstep:
             cache: Where to continue; None for whole sequences.
             used: With a cache, the highest position plus one.
             select: Rows and columns of N positions; the others are left out of the last feed-forward layer.
+            count_B: With a cache, the real tokens of each row; None if all are.
             packing: Given where the batch is one row of packed tokens.
             checkpoint: Whether all branch layers but the last are computed again in the backward pass, not kept.
 
@@ -293,21 +314,84 @@ class Lockstep:
             assert select is not None
             return hidden.view(policies, rows, steps, width)[:, select[0], select[1]]
 
-        keep = None if select is None else pick
-        self._active = stacks
-        try:
-            branch_cache = None if cache is None else cache.branches
-            layers = range(self.first_branch, self.layers)
-            hidden = self._run(layers, hidden, positions, branch_cache, used, keep, packing, checkpoint)
-        finally:
-            self._active = None
-        normed = self.decoder.norm(hidden)
+        step = Step(
+            positions_RT=positions,
+            cache=None if cache is None else cache.branches,
+            used=used,
+            count_R=None if count_B is None else count_B.repeat(policies),
+            packing=packing,
+        )
+        normed = self._branches(hidden, step, ((stacks, rows),), None if select is None else pick, checkpoint)
         return normed if select is not None else normed.view(policies, rows, steps, width)
+
+    def branches_by_pool(
+        self,
+        h_BTD: torch.Tensor,
+        positions_BT: torch.Tensor,
+        pools: Sequence[Stacks],
+        cache: DialogueCache,
+        used: int,
+        last_B: torch.Tensor,
+        count_B: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Runs the upper layers for dialogues of several pools as one batch, each for the policies of its own pool.
+
+        Args:
+            h_BTD: The trunk's output, rows grouped by pool as in the cache.
+            positions_BT: Position of each token in its row.
+            pools: The policies of each pool.
+            cache: Where to continue.
+            used: The highest position plus one.
+            last_B: Column of each row's last real token, whose state is wanted.
+            count_B: Real tokens of each row.
+
+        Returns:
+            Final normed hidden states of each pool's rows, [K, its rows, D].
+        """
+        groups = tuple((stacks, rows) for stacks, rows in zip(pools, cache.rows, strict=True) if rows)
+        owners = [
+            part for part, rows in zip(torch.arange(len(h_BTD)).split(cache.rows), cache.rows, strict=True) if rows
+        ]
+        folded_R = torch.cat([part.repeat(len(stacks)) for part, (stacks, _) in zip(owners, groups, strict=True)])
+        folded_R = folded_R.to(h_BTD.device)
+        last_R = last_B[folded_R]
+        step = Step(
+            positions_RT=positions_BT[folded_R],
+            cache=cache.branches,
+            used=used,
+            count_R=count_B[folded_R],
+        )
+
+        def pick(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden[torch.arange(len(last_R), device=last_R.device), last_R]
+
+        normed_RD = self._branches(h_BTD[folded_R], step, groups, pick)
+        parts = normed_RD.split([len(stacks) * rows for stacks, rows in zip(pools, cache.rows, strict=True)])
+        shapes = [(len(stacks), rows, normed_RD.shape[1]) for stacks, rows in zip(pools, cache.rows, strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _branches(
+        self,
+        hidden: torch.Tensor,
+        step: Step,
+        groups: tuple[tuple[Stacks, int], ...],
+        pick: Callable[[torch.Tensor], torch.Tensor] | None,
+        checkpoint: bool = False,
+    ) -> torch.Tensor:
+        self._active = groups
+        try:
+            hidden = self._run(range(self.first_branch, self.layers), hidden, step, pick, checkpoint)
+        finally:
+            self._active = ()
+        return self.family.norm(hidden)
+
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """Logits of final normed hidden states, at least fp32."""
+        return self.family.logits(h)
 
     def logp(self, h_KND: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Proposals at selected positions: log-softmax of logits / temperature, fp32 or wider, [K, N, V]."""
-        logits_KNV = self.head(h_KND)
-        return torch.log_softmax(logits_KNV.to(torch.promote_types(self.dtype, torch.float32)) / temperature, dim=-1)
+        return torch.log_softmax(self.logits(h_KND) / temperature, dim=-1)
 
 
 def freeze(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ Dialogues of one group (same scenario, role and opponent) open with the same pro
 for all of them, so it is computed once a group; and nothing is computed for padding but attention.
 
 Shape legend: B rows, T tokens of a row, N packed tokens, U shared beginnings (prefixes) of at most P tokens, S tokens
-of the longest rest (suffix), C = P + S keys of a suffix, K policies, H query heads, G key/value heads, d head width.
+of the longest rest (suffix), C = P + S keys of a suffix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -72,6 +71,8 @@ class Packing:
         place_BT: Index of each real token of the batch into the packed list.
         prefix_UP: Packed tokens of each prefix, 0 where it is shorter.
         suffix_BS: Packed tokens of the rest of each row, 0 where it is shorter.
+        prefix_U: Tokens of each prefix.
+        suffix_B: Tokens of the rest of each row.
         owner_B: Prefix of each row.
         mask_B1SC: True where a suffix token may look at a key of its prefix or suffix.
         restore_N: Place of each packed token in the list of all prefix and then all suffix slots.
@@ -82,6 +83,8 @@ class Packing:
     place_BT: torch.Tensor
     prefix_UP: torch.Tensor
     suffix_BS: torch.Tensor
+    prefix_U: torch.Tensor
+    suffix_B: torch.Tensor
     owner_B: torch.Tensor
     mask_B1SC: torch.Tensor
     restore_N: torch.Tensor
@@ -144,38 +147,9 @@ def pack(length_B: Sequence[int], family_B: Sequence[int], shared_B: Sequence[in
         place_BT=torch.from_numpy(place_BT),
         prefix_UP=torch.from_numpy(prefix_UP),
         suffix_BS=torch.from_numpy(suffix_BS),
+        prefix_U=torch.tensor(prefix),
+        suffix_B=torch.tensor(suffix),
         owner_B=torch.tensor([owner[family] for family in family_B]),
         mask_B1SC=torch.from_numpy(mask_BSC)[:, None],
         restore_N=torch.from_numpy(np.concatenate(restore)),
     )
-
-
-def packed_attention(
-    query_KHNd: torch.Tensor, key_KGNd: torch.Tensor, value_KGNd: torch.Tensor, packing: Packing, scale: float
-) -> torch.Tensor:
-    """Causal attention within each row of a packed batch, [K, N, H, d].
-
-    Policies fold into heads, so that prefixes and rows are the batch and no mask is repeated for each policy.
-    """
-    policies, heads, _, width = query_KHNd.shape
-    groups = key_KGNd.shape[1]
-
-    def rows(x_KXNd: torch.Tensor, index_RT: torch.Tensor) -> torch.Tensor:
-        picked = x_KXNd.permute(2, 0, 1, 3).index_select(0, index_RT.flatten())
-        return picked.view(*index_RT.shape, policies * x_KXNd.shape[1], width).transpose(1, 2)
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups != heads
-        )
-        return out.transpose(1, 2).reshape(-1, policies, heads, width)
-
-    key_U, value_U = rows(key_KGNd, packing.prefix_UP), rows(value_KGNd, packing.prefix_UP)
-    key_B, value_B = (
-        torch.cat([shared.index_select(0, packing.owner_B), rows(own, packing.suffix_BS)], dim=2)
-        for shared, own in ((key_U, key_KGNd), (value_U, value_KGNd))
-    )
-    parts = [attend(rows(query_KHNd, packing.suffix_BS), key_B, value_B, packing.mask_B1SC)]
-    if packing.prefix_UP.shape[1]:
-        parts.insert(0, attend(rows(query_KHNd, packing.prefix_UP), key_U, value_U, None))
-    return torch.cat(parts).index_select(0, packing.restore_N).transpose(0, 1)

@@ -16,17 +16,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from transformers import PreTrainedModel
 
 from bupo.config import at_least, one_of, positive, raise_problems
 from bupo.policies.bases import NANO, Base
+from bupo.policies.families import check_branches, target_modules
 
 # PEFT 0.21 asks transformers 5.24 by an old name; nothing that a user of ours could change.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 REFERENCE = "sft"
 TARGETS = ("all-linear", "attention")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def default_perturbation(base_name: str) -> float:
@@ -98,16 +98,19 @@ class PoolConfig:
         return count
 
 
-def lora_config(config: PoolConfig, layers: int) -> LoraConfig:
-    """PEFT's configuration of one adapter on the top layers of a base of `layers` layers."""
-    names = _ATTENTION if config.targets == "attention" else (*_ATTENTION, *_MLP)
+def lora_config(config: PoolConfig, model: PreTrainedModel) -> LoraConfig:
+    """PEFT's configuration of one adapter on the top layers of a base."""
+    layers, names = model.config.num_hidden_layers, list(target_modules(model, config.targets))
+    branches = config.branches(layers)
+    check_branches(model, branches)
+    everywhere = names == ["all-linear"]
     return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=0.0,
-        target_modules=list(names),
-        layers_to_transform=list(range(layers - config.branches(layers), layers)),
-        layers_pattern="layers",
+        target_modules="all-linear" if everywhere else names,
+        layers_to_transform=None if everywhere else list(range(layers - branches, layers)),
+        layers_pattern=None if everywhere else "layers",
         task_type="CAUSAL_LM",
     )
 
@@ -144,13 +147,15 @@ class PolicyPool:
             self._check_reference()
         else:
             # PEFT wants one adapter to wrap a model: this one is the zero adapter, i.e. the base itself.
-            self.model = get_peft_model(base.model, lora_config(self.config, self.layers), adapter_name=REFERENCE)
-        self._settle()
+            self.model = get_peft_model(base.model, lora_config(self.config, base.model), adapter_name=REFERENCE)
+        self.settle()
 
     def _check_reference(self) -> None:
-        have, want = self.model.peft_config[REFERENCE], lora_config(self.config, self.layers)
+        have, want = self.model.peft_config[REFERENCE], lora_config(self.config, self.base.model)
         for field in ("r", "lora_alpha", "target_modules", "layers_to_transform"):
             got, wanted = getattr(have, field), getattr(want, field)
+            if wanted == "all-linear":  # which PEFT replaces by the names that it found
+                continue
             if (set(got) if isinstance(got, (list, set)) else got) != (
                 set(wanted) if isinstance(wanted, (list, set)) else wanted
             ):
@@ -159,7 +164,7 @@ class PolicyPool:
                     "give pool.* the adapter's shape, or delete that folder to train a new one"
                 )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Restores what PEFT's own bookkeeping flips: all members train, the reference does not."""
         self.model.eval()
         for name in (REFERENCE, *self.names):
@@ -181,7 +186,7 @@ class PolicyPool:
     def _new(self) -> str:
         name = f"p{self._next:02d}"
         self._next += 1
-        self.model.add_adapter(name, lora_config(self.config, self.layers))
+        self.model.add_adapter(name, lora_config(self.config, self.base.model))
         for parameter in self._parameters(name):
             parameter.data = parameter.data.float()
         return name
@@ -217,7 +222,7 @@ class PolicyPool:
                 size = self.perturbation * weight_rms / (module.scaling[name] * a.pow(2).sum().div(a.shape[1]).sqrt())
                 b.add_(noise.to(b) * size)
         self.names = (*self.names, name)
-        self._settle()
+        self.settle()
         self.born[name] = iteration
         self.parents[name] = parent
         return name
@@ -234,7 +239,7 @@ class PolicyPool:
         self.names = tuple(other for other in self.names if other != name)
         self.born.pop(name)
         self.parents.pop(name)
-        self._settle()
+        self.settle()
 
     def save(self, folder: Path) -> None:
         """Writes one PEFT folder a sub-policy and a manifest; any of them loads with `PeftModel.from_pretrained`."""
@@ -263,4 +268,4 @@ class PolicyPool:
                 parameter.data = parameter.data.float()
         self.names = tuple(manifest["names"])
         self.born, self.parents, self._next = manifest["born"], manifest["parents"], manifest["next"]
-        self._settle()
+        self.settle()

@@ -1,4 +1,4 @@
-"""Many dialogues at once: all seats that wait for the same pool act together."""
+"""Many dialogues at once: all seats that wait for a model act together, whatever pool they belong to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bupo.negotiation.scenario import Scenario
 from bupo.policies.chat import ChatFormat
 from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.records import Episode
-from bupo.rollout.engine import Decoding, Session
+from bupo.rollout.engine import Decoding, Session, Speaker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,12 @@ class Table:
     retries: int
 
 
+@dataclass
 class _Seat:
-    """One model-played seat: a row of its pool's session."""
+    """One model-played seat: a row of the session."""
 
-    def __init__(self, pool: str, row: int) -> None:
-        self.pool = pool
-        self.row = row
-        self.started = False
+    row: int
+    started: bool = False
 
 
 def play_dialogues(
@@ -67,7 +66,7 @@ def play_dialogues(
     seed: int,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Episode]:
-    """Plays dialogues to their end, all rows that wait for a pool in one batch.
+    """Plays dialogues to their end, all that wait for a model in one batch.
 
     Args:
         table: What to play with.
@@ -80,38 +79,35 @@ def play_dialogues(
         One episode a seating, in order.
     """
     dialogues = [Dialogue(s.scenario, s.players, table.retries) for s in seatings]
-    seats: list[list[_Seat | None]] = []
-    scripts: list[list[Talker | None]] = []
-    streams: dict[str, list[np.random.Generator]] = {name: [] for name in pools}
+    scripts: dict[tuple[int, int], Talker] = {}
+    places: dict[str, list[tuple[int, int]]] = {name: [] for name in pools}
     for index, seating in enumerate(seatings):
         rng = np.random.default_rng([seating.seed, 0x5C])
-        seats.append([None, None])
-        scripts.append([None, None])
         for seat, name in enumerate(seating.players):
             if name in pools:
-                seats[-1][seat] = _Seat(name, len(streams[name]))
-                streams[name].append(np.random.default_rng([seed, index, seat]))
+                places[name].append((index, seat))
             else:
-                scripts[-1][seat] = seat_player(name, seating.scenario, seat, rng)
-    sessions = {
-        name: Session(table.lockstep, coordinator, stacks, streams[name], table.decoding)
+                scripts[index, seat] = seat_player(name, seating.scenario, seat, rng)
+    speakers = [
+        Speaker(
+            stacks=stacks, coordinator=coordinator, streams=[np.random.default_rng([seed, *p]) for p in places[name]]
+        )
         for name, (stacks, coordinator) in pools.items()
-        if streams[name]
-    }
+        if places[name]
+    ]
+    every = [place for name in pools for place in places[name]]
+    seats = {place: _Seat(row) for row, place in enumerate(every)}
+    session = Session(table.lockstep, speakers, table.decoding)
     while True:
-        waiting: dict[str, list[int]] = {name: [] for name in sessions}
         for index, dialogue in enumerate(dialogues):
-            while not dialogue.done and (script := scripts[index][dialogue.seat]) is not None:
+            while not dialogue.done and (script := scripts.get((index, dialogue.seat))) is not None:
                 dialogue.take(script.speak(dialogue.mechanism.view()))
-            if not dialogue.done and (seat := seats[index][dialogue.seat]) is not None:
-                waiting[seat.pool].append(index)
+        waiting = [index for index, dialogue in enumerate(dialogues) if not dialogue.done]
         if on_done is not None:
-            on_done(sum(dialogue.done for dialogue in dialogues))
-        if not any(waiting.values()):
+            on_done(len(dialogues) - len(waiting))
+        if not waiting:
             return [dialogue.episode() for dialogue in dialogues]
-        for pool, indices in waiting.items():
-            if indices:
-                _act(table, sessions[pool], indices, dialogues, seats)
+        _act(table, session, waiting, dialogues, seats)
 
 
 def _act(
@@ -119,14 +115,13 @@ def _act(
     session: Session,
     indices: Sequence[int],
     dialogues: Sequence[Dialogue],
-    seats: Sequence[Sequence[_Seat | None]],
+    seats: Mapping[tuple[int, int], _Seat],
 ) -> None:
-    """One message of each waiting dialogue from the session of its pool."""
+    """One message of each waiting dialogue."""
     rows, context = [], []
     for index in indices:
         dialogue = dialogues[index]
-        seat = seats[index][dialogue.seat]
-        assert seat is not None
+        seat = seats[index, dialogue.seat]
         prompt = dialogue.prompt()
         if seat.started:
             last = session.last_id(seat.row)

@@ -49,43 +49,51 @@ def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative_NV, mark_N[:, None], right=True)[:, 0]
 
 
-class Session:
-    """The dialogues of one pool: each keeps its own cache rows and continues them at every turn."""
+@dataclass(frozen=True, kw_only=True)
+class Speaker:
+    """A pool that speaks in some of a session's dialogues.
 
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        coordinator: GameCoordinator,
-        stacks: Stacks,
-        streams: Sequence[np.random.Generator],
-        decoding: Decoding,
-    ) -> None:
+    Attributes:
+        stacks: Its policies (without the reference).
+        coordinator: Combines their proposals.
+        streams: Randomness of each of its dialogues. A message takes `max_tokens` numbers however long it is, so that
+            what a dialogue draws depends neither on its company nor on the length of what was said before.
+    """
+
+    stacks: Stacks
+    coordinator: GameCoordinator
+    streams: Sequence[np.random.Generator]
+
+
+class Session:
+    """Dialogues of one or several pools: each keeps its own cache rows and continues them at every turn.
+
+    All rows run through the trunk together, and through the branches as one batch grouped by pool.
+    """
+
+    def __init__(self, lockstep: Lockstep, speakers: Sequence[Speaker], decoding: Decoding) -> None:
         """Opens a session.
 
         Args:
             lockstep: The forward.
-            coordinator: Combines the proposals of the stack's policies.
-            stacks: The pool that speaks (without the reference).
-            streams: Randomness of each dialogue. A message takes `max_tokens` numbers however long it is, so that
-                what a dialogue draws depends neither on its company nor on the length of what was said before.
+            speakers: The pools; rows are numbered through them, first those of the first.
             decoding: How to sample.
         """
         self.lockstep = lockstep
-        self.coordinator = coordinator
-        self.stacks = stacks
-        self.rows = rows = len(streams)
-        self.streams = streams
+        self.speakers = speakers
+        self.streams = [stream for speaker in speakers for stream in speaker.streams]
+        self.rows = len(self.streams)
         self.decoding = decoding
         self.slots = FIRST_SLOTS
-        self.cache = lockstep.new_cache(rows, len(stacks), self.slots)
-        self.length = [0] * rows
-        self.pending: list[list[int]] = [[] for _ in range(rows)]
+        self.sizes = [len(speaker.stacks) for speaker in speakers]
+        self.cache = lockstep.new_cache([len(speaker.streams) for speaker in speakers], self.sizes, self.slots)
+        self.length = [0] * self.rows
+        self.pending: list[list[int]] = [[] for _ in range(self.rows)]
 
     def last_id(self, row: int) -> int | None:
         """The last sampled token of a row, None before its first message."""
         return self.pending[row][-1] if self.pending[row] else None
 
-    @torch.no_grad()
     def speak(self, rows: Sequence[int], context: Sequence[Sequence[int]]) -> list[TokenSpan]:
         """Feeds new context to some rows and samples a message for each.
 
@@ -96,25 +104,32 @@ class Session:
         Returns:
             One span a row.
         """
+        order = sorted(range(len(rows)), key=lambda i: rows[i])
+        spans = self._speak([rows[i] for i in order], [context[i] for i in order])
+        places = sorted(range(len(rows)), key=lambda i: order[i])
+        return [spans[place] for place in places]
+
+    @torch.no_grad()
+    def _speak(self, rows: Sequence[int], context: Sequence[Sequence[int]]) -> list[TokenSpan]:
+        """`speak` for rows in ascending order, which groups them by pool."""
         device = self.lockstep.device
         chunks = self._open(rows, [[*self.pending[row], *ids] for row, ids in zip(rows, context, strict=True)])
         lengths = [self.length[row] for row in rows]
         width = max(map(len, chunks))
         # A padded chunk writes up to `width` past every row's length, whatever that row's own chunk.
         self._reserve(max(lengths) + width + self.decoding.max_tokens)
-        index = torch.tensor(rows, device=device)
-        whole = list(rows) == list(range(self.rows))
         filled = max(lengths)
-        cache = self.cache if whole else self.cache.take(index, self.rows, filled, self.slots)
+        acting = list(rows)
+        cache = self.cache if len(rows) == self.rows else self.cache.take(acting, filled, self.slots, device)
 
         ids_AT = torch.zeros(len(rows), width, dtype=torch.long)
         for i, chunk in enumerate(chunks):
             ids_AT[i, : len(chunk)] = torch.tensor(chunk)
         start_A = torch.tensor(lengths)
         positions_AT = start_A[:, None] + torch.arange(width)
-        last_A = torch.tensor([len(chunk) - 1 for chunk in chunks], device=device)
-        h_KAD = self._forward(ids_AT.to(device), positions_AT.to(device), cache, filled + width, last_A)
-        position_A = start_A + last_A.cpu() + 1
+        last_A = torch.tensor([len(chunk) - 1 for chunk in chunks])
+        hidden = self._forward(ids_AT.to(device), positions_AT, cache, filled + width, last_A, last_A + 1)
+        position_A = start_A + last_A + 1
 
         uniform_AT = torch.from_numpy(np.stack([self.streams[row].random(self.decoding.max_tokens) for row in rows]))
         uniform_AT = uniform_AT.to(device, torch.promote_types(self.lockstep.dtype, torch.float32))
@@ -123,10 +138,9 @@ class Session:
         active = list(range(len(rows)))  # which of `rows` each row of `cache` belongs to
         done = [False] * len(rows)
         for step in range(self.decoding.max_tokens):
-            logp_KAV = self.lockstep.logp(h_KAD, self.decoding.temperature)
-            mixture = self.coordinator.combine(Proposal(logp_KNV=logp_KAV))
-            ids_A = draw(mixture.logp_NV, uniform_AT[:, step])
-            taken_A = mixture.logp_NV.gather(1, ids_A[:, None])[:, 0].tolist()
+            logp_AV = self._mixture(hidden)
+            ids_A = draw(logp_AV, uniform_AT[:, step])
+            taken_A = logp_AV.gather(1, ids_A[:, None])[:, 0].tolist()
             chosen = ids_A.tolist()
             for slot, i in enumerate(active):
                 if not done[i]:
@@ -138,17 +152,17 @@ class Session:
                 break
             if len(waiting) < COMPACT_BELOW * len(active):
                 used = int(position_A.max())
-                self._store(index, [rows[i] for i in active], cache, used)
+                self._store(acting, cache, used)
                 active = [active[slot] for slot in waiting]
-                index = torch.tensor([rows[i] for i in active], device=device)
-                cache = self.cache.take(index, self.rows, used, self.slots)
+                acting = [rows[i] for i in active]
+                cache = self.cache.take(acting, used, self.slots, device)
                 position_A, ids_A, uniform_AT = position_A[waiting], ids_A[waiting], uniform_AT[waiting]
             used = int(position_A.max()) + 1
-            ones = torch.zeros(len(active), dtype=torch.long, device=device)
-            h_KAD = self._forward(ids_A[:, None], position_A[:, None].to(device), cache, used, ones)
             # A finished row keeps writing to the slot after its last token, which its next turn overwrites.
-            position_A = position_A + torch.tensor([not done[i] for i in active], dtype=torch.long)
-        self._store(index, [rows[i] for i in active], cache, min(int(position_A.max()) + 1, self.slots))
+            going_A = torch.tensor([not done[i] for i in active], dtype=torch.long)
+            hidden = self._forward(ids_A[:, None], position_A[:, None], cache, used, going_A * 0, going_A)
+            position_A = position_A + going_A
+        self._store(acting, cache, min(int(position_A.max()) + 1, self.slots))
 
         spans = []
         for i, row in enumerate(rows):
@@ -160,31 +174,39 @@ class Session:
         return spans
 
     def _open(self, rows: Sequence[int], chunks: list[list[int]]) -> list[list[int]]:
-        """Computes the beginnings that new rows share once each; what remains of every chunk is returned."""
-        new = [i for i, row in enumerate(rows) if self.length[row] == 0]
-        if len(new) < 2:
-            return chunks
-        family, shared = families([chunks[i] for i in new], [len(chunks[i]) - 1 for i in new])
-        heads = {number: chunks[i][:count] for number, i, count in zip(family, new, shared, strict=True)}
-        width = max(shared)
-        if width == 0:
+        """Computes the beginnings that new rows of a pool share once each; what remains of every chunk is returned."""
+        heads: list[list[int]] = []
+        counts: list[int] = []
+        owner: list[int] = []
+        opened: list[tuple[int, int]] = []
+        first = 0
+        for pool in self.cache.rows:
+            new = [i for i, row in enumerate(rows) if first <= row < first + pool and self.length[row] == 0]
+            first += pool
+            family, shared = families([chunks[i] for i in new], [len(chunks[i]) - 1 for i in new])
+            found = {number: chunks[i][:count] for number, i, count in zip(family, new, shared, strict=True)}
+            places = {number: len(heads) + place for place, number in enumerate(found)}
+            heads += found.values()
+            counts.append(len(found))
+            owner += [places[number] for number in family]
+            opened += zip(new, shared, strict=True)
+        width = max(map(len, heads), default=0)
+        if width == 0 or len(opened) < 2:
             return chunks
         device = self.lockstep.device
         self._reserve(width)
-        ids_UP = torch.zeros(len(heads), width, dtype=torch.long, device=device)
-        for place, ids in enumerate(heads.values()):
+        ids_UP = torch.zeros(len(heads), width, dtype=torch.long)
+        for place, ids in enumerate(heads):
             ids_UP[place, : len(ids)] = torch.tensor(ids)
-        positions_UP = torch.arange(width, device=device).expand_as(ids_UP)
-        cache = self.lockstep.new_cache(len(heads), len(self.stacks), width)
-        h_UPD = self.lockstep.trunk(ids_UP, positions_UP, cache, width)
-        nothing = torch.zeros(0, dtype=torch.long, device=device)  # only keys and values are wanted
-        self.lockstep.branches(h_UPD, positions_UP, self.stacks, cache, width, (nothing, nothing))
-        places = {number: place for place, number in enumerate(heads)}
-        owner = torch.tensor([places[number] for number in family], device=device)
-        index = torch.tensor([rows[i] for i in new], device=device)
-        self.cache.put(index, self.rows, cache.take(owner, len(heads), width, width), width)
+        count_U = torch.tensor([len(ids) for ids in heads])
+        cache = self.lockstep.new_cache(counts, self.sizes, width)
+        positions_UP = torch.arange(width).expand_as(ids_UP)
+        # Only keys and values are wanted; one state a row comes with them.
+        self._forward(ids_UP.to(device), positions_UP, cache, width, count_U * 0, count_U)
+        spread = cache.take(owner, width, width, device)
+        self.cache.put([rows[i] for i, _ in opened], spread, width, device)
         rest = list(chunks)
-        for i, count in zip(new, shared, strict=True):
+        for i, count in opened:
             self.length[rows[i]] = count
             rest[i] = chunks[i][count:]
         return rest
@@ -196,19 +218,29 @@ class Session:
         cache: DialogueCache,
         used: int,
         last_A: torch.Tensor,
-    ) -> torch.Tensor:
-        """Final hidden state of each row's last real token for every policy, [K, A, D]."""
-        h_ATD = self.lockstep.trunk(ids_AT, positions_AT, cache, used)
-        select = (torch.arange(len(last_A), device=last_A.device), last_A)
-        return self.lockstep.branches(h_ATD, positions_AT, self.stacks, cache, used, select)
+        count_A: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Final hidden state of each row's last real token for every policy of its pool, [K, A, D] a pool."""
+        positions_AT, last_A, count_A = (x.to(self.lockstep.device) for x in (positions_AT, last_A, count_A))
+        h_ATD = self.lockstep.trunk(ids_AT, positions_AT, cache, used, count_A)
+        pools = [speaker.stacks for speaker in self.speakers]
+        return self.lockstep.branches_by_pool(h_ATD, positions_AT, pools, cache, used, last_A, count_A)
 
-    def _store(self, index: torch.Tensor, rows: list[int], cache: DialogueCache, used: int) -> None:
+    def _mixture(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Log mu of each row, by its own pool, [A, V]."""
+        parts = [
+            speaker.coordinator.combine(Proposal(logp_KNV=self.lockstep.logp(h_KAD, self.decoding.temperature))).logp_NV
+            for speaker, h_KAD in zip(self.speakers, hidden, strict=True)
+            if h_KAD.shape[1]
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _store(self, rows: Sequence[int], cache: DialogueCache, used: int) -> None:
         if cache is not self.cache:
-            self.cache.put(index, self.rows, cache, used)
+            self.cache.put(rows, cache, used, self.lockstep.device)
 
     def _reserve(self, slots: int) -> None:
         if slots > self.slots:
             used = self.slots
             self.slots = max(slots, 2 * self.slots)
-            every = torch.arange(self.rows, device=self.lockstep.device)
-            self.cache = self.cache.take(every, self.rows, used, self.slots)
+            self.cache = self.cache.take(range(self.rows), used, self.slots, self.lockstep.device)

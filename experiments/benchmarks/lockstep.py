@@ -25,7 +25,7 @@ from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.policies.lockstep import Lockstep, Stacks
 from bupo.policies.pool import PolicyPool
 from bupo.records import Proposal
-from bupo.rollout.engine import Decoding, Session, draw
+from bupo.rollout.engine import Decoding, Session, Speaker, draw
 
 NEW_TOKENS = 64
 ATTENTION, CACHES = ("sdpa", "eager"), ("dynamic", "static")
@@ -112,16 +112,16 @@ def ours(lockstep: Lockstep, stacks: Stacks, ids_BT: torch.Tensor) -> Callable[[
     rows, width = ids_BT.shape
     device = ids_BT.device
     coordinator = build_coordinator(CoordinatorConfig(), len(stacks)).to(device)
-    cache = lockstep.new_cache(rows, len(stacks), width)
+    cache = lockstep.new_cache([rows], [len(stacks)], width)
     positions_BT = torch.arange(width, device=device).expand(rows, -1)
     uniform_B = torch.rand(rows, device=device)
-    select = (torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device))
+    none_B = torch.zeros(rows, dtype=torch.long, device=device)
 
     @torch.inference_mode()
     def forward(start: int, end: int) -> torch.Tensor:
         where = positions_BT[:, start:end]
         h_BTD = lockstep.trunk(ids_BT[:, start:end], where, cache, end)
-        return lockstep.branches(h_BTD, where, stacks, cache, end, select)
+        return lockstep.branches_by_pool(h_BTD, where, [stacks], cache, end, none_B, none_B + end - start)[0]
 
     @torch.inference_mode()
     def step() -> list[int]:
@@ -142,7 +142,7 @@ def replies(
 
     def rollout() -> None:
         streams = [np.random.default_rng([3, row]) for row in range(len(prompts))]
-        session = Session(lockstep, coordinator, stacks, streams, decoding)
+        session = Session(lockstep, [Speaker(stacks=stacks, coordinator=coordinator, streams=streams)], decoding)
         session.speak(range(len(prompts)), prompts.tolist())
 
     def generate() -> None:

@@ -78,12 +78,13 @@ def test_packed_rows_equal_peft_on_each_row_alone(family, branch_layers):
                 logits = twin(batch.ids_BT[row : row + 1, : batch.length_B[row]]).logits[0]
                 columns = batch.action_BT[row].nonzero()[:, 0]
                 expected = torch.log_softmax(logits[columns - 1] / TEMPERATURE, -1)
-                torch.testing.assert_close(ours.logp_KNV[k, ours.row_N == row], expected, atol=1e-9, rtol=1e-9)
+                tiny.close(ours.logp_KNV[k, ours.row_N == row], expected, family)
 
 
-def test_gradients_through_a_shared_beginning_equal_peft_on_each_row_alone():
-    pool = tiny.pool("qwen3", WIDE, branch_layers=2)
-    twin, forward = tiny.peft_twin(pool, "qwen3", WIDE), Lockstep(pool)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_gradients_through_a_shared_beginning_equal_peft_on_each_row_alone(family):
+    pool = tiny.pool(family, WIDE, branch_layers=2)
+    twin, forward = tiny.peft_twin(pool, family, WIDE), Lockstep(pool)
     batch = siblings()
     direction = torch.randn(int(batch.action_BT.sum()), len(tiny.tokenizer()), dtype=WIDE)
     scored = score(forward, batch, forward.stacks(grad=True), TEMPERATURE)
@@ -98,7 +99,7 @@ def test_gradients_through_a_shared_beginning_equal_peft_on_each_row_alone():
             ((logp * direction[scored.row_N == row]).sum() * (k + 1)).backward()
         expected = [p.grad for p in tiny.adapter_parameters(twin, name)]
         for got, want in zip(pool.parameters(name), expected, strict=True):
-            torch.testing.assert_close(got.grad, want, atol=1e-8, rtol=1e-8)
+            tiny.close(got.grad, want, family, 1e-8)
 
 
 def test_a_row_does_not_see_the_rest_of_its_siblings():

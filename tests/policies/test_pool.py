@@ -154,7 +154,7 @@ def test_saved_policy_loads_with_peft_alone_and_gives_the_lockstep_logits(tmp_pa
     ids = torch.tensor([tiny.random_ids(20, seed) for seed in (0, 1)])
     positions = torch.arange(20).expand(2, 20)
     with torch.no_grad():
-        ours = forward.head(forward.branches(forward.trunk(ids, positions), positions, forward.stacks()))
+        ours = forward.logits(forward.branches(forward.trunk(ids, positions), positions, forward.stacks()))
         for k, name in enumerate(pool.names):
             alone = PeftModel.from_pretrained(tiny.model(), str(tmp_path / name)).eval()
             torch.testing.assert_close(ours[k], alone(ids).logits, atol=2e-5, rtol=1e-5)

@@ -1,6 +1,7 @@
 """bupo.rollout.engine: what is sampled is mu, and its log-probabilities are those of a teacher-forced forward."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from bupo.learn.scoring import score, token_batch
 from bupo.policies.lockstep import DialogueCache, Lockstep
 from bupo.records import Proposal
 from bupo.rollout import engine
-from bupo.rollout.engine import Decoding, Session
+from bupo.rollout.engine import Decoding, Session, Speaker
 
 WEIGHTS = (0.5, 0.25, 0.25)
 OFTEN = tuple(range(5, 40))  # about one token in nine ends a message, so that rows finish at different steps
@@ -24,7 +25,7 @@ def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, se
     mixer = build_coordinator(CoordinatorConfig(weights=WEIGHTS[: len(stacks)]), len(stacks))
     decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
     streams = [np.random.default_rng([seed, row]) for row in range(rows)]
-    return Session(forward, mixer, stacks, streams, decoding)
+    return Session(forward, [Speaker(stacks=stacks, coordinator=mixer, streams=streams)], decoding)
 
 
 def converse(talk, turns, *, seed=0, longest=40, shuffle=False):
@@ -51,8 +52,8 @@ def converse(talk, turns, *, seed=0, longest=40, shuffle=False):
 
 def teacher_forced(talk, batch):
     with torch.no_grad():
-        scored = score(talk.lockstep, batch, talk.stacks, talk.decoding.temperature)
-        mu = talk.coordinator.combine(Proposal(logp_KNV=scored.logp_KNV)).logp_NV
+        scored = score(talk.lockstep, batch, talk.speakers[0].stacks, talk.decoding.temperature)
+        mu = talk.speakers[0].coordinator.combine(Proposal(logp_KNV=scored.logp_KNV)).logp_NV
     return mu.gather(1, scored.ids_N[:, None])[:, 0]
 
 
@@ -95,6 +96,30 @@ def test_rows_may_act_in_any_order():
     talk = session(tiny.lockstep(), 5)
     batch = converse(talk, turns=7, shuffle=True)
     torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_dialogues_of_several_pools_in_one_session_are_those_of_each_pool_alone(family):
+    """Pools of three, one and two policies; their rows act together and in any order."""
+    forward = tiny.lockstep(family)
+    parts = [(["p00", "p01", "p02"], 3), (["p02"], 2), (["p01", "p00"], 3)]
+    speakers = [
+        Speaker(
+            stacks=forward.stacks(names),
+            coordinator=build_coordinator(CoordinatorConfig(weights=WEIGHTS[: len(names)]), len(names)),
+            streams=[np.random.default_rng([number, row]) for row in range(rows)],
+        )
+        for number, (names, rows) in enumerate(parts)
+    ]
+    together = Session(forward, speakers, Decoding(temperature=1.0, max_tokens=16, stop_ids=OFTEN))
+    batch = converse(together, turns=7, shuffle=True)
+    ends = np.cumsum([rows for _, rows in parts])
+    for speaker, end in zip(speakers, ends, strict=True):
+        rows = torch.arange(end - len(speaker.streams), end)
+        alone = SimpleNamespace(lockstep=forward, speakers=[speaker], decoding=together.decoding)
+        expected = teacher_forced(alone, batch.rows(rows))
+        got = batch.logp_rollout_BT[rows][batch.action_BT[rows]]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_rollout_log_probabilities_equal_peft_run_adapter_by_adapter():
