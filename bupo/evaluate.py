@@ -19,7 +19,7 @@ from bupo.measures import PAIRED, Measured, StageResult, measure_all
 from bupo.negotiation.frontier import analyse
 from bupo.negotiation.opponents import EVALUATION_OPPONENTS
 from bupo.negotiation.scenario import Scenario, ScenarioConfig, fingerprint, procurement
-from bupo.policies.lockstep import Stacks
+from bupo.policies.stacks import Stacks
 from bupo.records import Episode
 from bupo.rollout.dialogues import Seating, Table, play_dialogues
 from bupo.tracking import Tracker

@@ -15,7 +15,8 @@ from bupo.coordinators.base import GameCoordinator
 from bupo.intervals import clustered_bootstrap
 from bupo.learn.objectives import difference_credit, entropy, jensen_shannon, kl, pairwise_kl
 from bupo.learn.scoring import micro_batches, score, trunk_of
-from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.lockstep import Lockstep
+from bupo.policies.stacks import Stacks
 from bupo.records import Credit, Proposal, Scorecard, TokenBatch
 
 

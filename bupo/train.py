@@ -27,7 +27,7 @@ from bupo.measures import StageResult
 from bupo.negotiation.rewards import PARTS, Reward, reward
 from bupo.negotiation.scenario import ROLES
 from bupo.negotiation.states import turn_states
-from bupo.policies.lockstep import Stacks
+from bupo.policies.stacks import Stacks
 from bupo.records import BalancePlan, Episode, TokenBatch
 from bupo.rollout.dialogues import Seating, play_dialogues
 from bupo.run import Config, Run, initialise, save

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.lockstep import Lockstep
 from bupo.policies.packing import Packing, families, pack
+from bupo.policies.stacks import Stacks
 from bupo.records import TokenBatch
 
 

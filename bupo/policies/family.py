@@ -8,32 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from bupo.policies.cache import Cache
 from bupo.policies.packing import Packing
 
 Pick = Callable[[torch.Tensor], torch.Tensor]
 """Chooses positions of hidden states, [R, T, D] -> what is wanted of them."""
-
-
-class Cache(Protocol):
-    """What a run of layers remembers of the rows so far."""
-
-    def at(self, positions_NT: torch.Tensor, used: int, count_N: torch.Tensor | None = None) -> Any:
-        """Sets where the next forward writes."""
-        ...
-
-    def take(self, rows: torch.Tensor, used: int, slots: int) -> Any:
-        """A compact copy of some rows."""
-        ...
-
-    def put(self, rows: torch.Tensor, other: Any, used: int) -> None:
-        """Writes a compact copy back to its rows."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

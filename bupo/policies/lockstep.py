@@ -11,8 +11,7 @@ vocabulary, N selected positions, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,92 +19,13 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from bupo.policies.cache import DialogueCache
 from bupo.policies.families import FAMILIES, family_of
-from bupo.policies.family import Cache, Step
+from bupo.policies.family import Step
 from bupo.policies.packing import Packing
 from bupo.policies.pool import REFERENCE, PolicyPool, lora_weights
+from bupo.policies.stacks import Stacks
 from bupo.policies.whole import Whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stacks:
-    """LoRA weights of several policies, stacked by layer.
-
-    Attributes:
-        names: Policy of each row of the stack.
-        weights: Layer name -> (A^T [K, D, R], scaled B^T [K, R, D']).
-    """
-
-    names: tuple[str, ...]
-    weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-
-    def __len__(self) -> int:
-        """Number of policies."""
-        return len(self.names)
-
-    def select(self, names: Sequence[str]) -> Stacks:
-        """The sub-stack of these policies, in this order."""
-        index = [self.names.index(name) for name in names]
-        return Stacks(names=tuple(names), weights={key: (a[index], b[index]) for key, (a, b) in self.weights.items()})
-
-    def offload(self) -> Stacks:
-        """A copy in CPU memory."""
-        return Stacks(
-            names=self.names, weights={key: (a.cpu().clone(), b.cpu().clone()) for key, (a, b) in self.weights.items()}
-        )
-
-    def to(self, device: torch.device) -> Stacks:
-        """The stack on a device."""
-        return Stacks(
-            names=self.names, weights={key: (a.to(device), b.to(device)) for key, (a, b) in self.weights.items()}
-        )
-
-
-class DialogueCache:
-    """Trunk and branch caches of the same dialogues: the trunk holds a row once, the branches once a policy.
-
-    Rows are grouped by pool: first those of the first pool, then those of the second, ... In the branches the rows of a
-    pool stand K times, policy by policy.
-    """
-
-    def __init__(self, trunk: Cache, branches: Cache, policies: Sequence[int], rows: Sequence[int]) -> None:
-        """Joins the two.
-
-        Args:
-            trunk: Cache of the trunk layers, a row each dialogue.
-            branches: Cache of the branch layers, K rows each dialogue.
-            policies: K of each pool.
-            rows: Dialogues of each pool.
-        """
-        self.trunk = trunk
-        self.branches = branches
-        self.policies = tuple(policies)
-        self.rows = tuple(rows)
-
-    def _branch_rows(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Branch rows of some dialogues (given pool by pool), and how many dialogues of each pool they are."""
-        index: list[int] = []
-        counts: list[int] = []
-        first = start = 0
-        for policies, count in zip(self.policies, self.rows, strict=True):
-            own = [row - first for row in rows if first <= row < first + count]
-            index += [start + policy * count + row for policy in range(policies) for row in own]
-            counts.append(len(own))
-            first, start = first + count, start + policies * count
-        return index, counts
-
-    def take(self, rows: Sequence[int], used: int, slots: int, device: torch.device) -> DialogueCache:
-        """A compact copy of some dialogues, given pool by pool, with room for `slots` tokens."""
-        index, counts = self._branch_rows(rows)
-        trunk = self.trunk.take(torch.tensor(rows, device=device), used, slots)
-        branches = self.branches.take(torch.tensor(index, device=device), used, slots)
-        return DialogueCache(trunk, branches, self.policies, counts)
-
-    def put(self, rows: Sequence[int], other: DialogueCache, used: int, device: torch.device) -> None:
-        """Writes a compact copy back."""
-        index, _ = self._branch_rows(rows)
-        self.trunk.put(torch.tensor(rows, device=device), other.trunk, used)
-        self.branches.put(torch.tensor(index, device=device), other.branches, used)
 
 
 class Lockstep:

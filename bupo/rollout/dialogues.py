@@ -12,7 +12,8 @@ from bupo.negotiation.dialogue import Dialogue, Talker
 from bupo.negotiation.opponents import seat_player
 from bupo.negotiation.scenario import Scenario
 from bupo.policies.chat import ChatFormat
-from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.lockstep import Lockstep
+from bupo.policies.stacks import Stacks
 from bupo.records import Episode
 from bupo.rollout.engine import Decoding, Session, Speaker
 

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from bupo.coordinators.base import GameCoordinator
-from bupo.policies.lockstep import DialogueCache, Lockstep, Stacks
+from bupo.policies.cache import DialogueCache
+from bupo.policies.lockstep import Lockstep
 from bupo.policies.packing import families
+from bupo.policies.stacks import Stacks
 from bupo.records import Proposal, TokenSpan
 
 FIRST_SLOTS = 256

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.lockstep import Lockstep
+from bupo.policies.stacks import Stacks
 
 
 class League:

@@ -22,8 +22,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.utils import logging
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
-from bupo.policies.lockstep import Lockstep, Stacks
+from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import PolicyPool
+from bupo.policies.stacks import Stacks
 from bupo.records import Proposal
 from bupo.rollout.engine import Decoding, Session, Speaker, draw
 

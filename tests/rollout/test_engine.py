@@ -11,7 +11,8 @@ from scipy import stats
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.learn.scoring import score, token_batch
-from bupo.policies.lockstep import DialogueCache, Lockstep
+from bupo.policies.cache import DialogueCache
+from bupo.policies.lockstep import Lockstep
 from bupo.records import Proposal
 from bupo.rollout import engine
 from bupo.rollout.engine import Decoding, Session, Speaker
