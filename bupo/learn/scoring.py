@@ -201,9 +201,13 @@ def score(
 
 
 def shuffled_families(batch: TokenBatch, generator: torch.Generator) -> torch.Tensor:
-    """All rows in random order of families, so that a minibatch holds whole families: they share what is computed."""
+    """All rows in random order of families, so that a minibatch holds whole families: they share what is computed.
+
+    Within a family the order is random too, for where all rows are one (they share no more than a prompt's first words).
+    """
     rank = torch.randperm(int(batch.family_B.max()) + 1, generator=generator)
-    return rank[batch.family_B].argsort(stable=True)
+    rows = torch.randperm(len(batch), generator=generator)
+    return rows[rank[batch.family_B[rows]].argsort(stable=True)]
 
 
 def micro_batches(batch: TokenBatch, rows: torch.Tensor, micro_tokens: int) -> Iterator[TokenBatch]:

@@ -1,4 +1,9 @@
-"""What a seat knew before and after each of its messages, as numbers: the states that a critic judges.
+"""A talk before and after each message of a seat, as numbers: the states that a critic judges.
+
+The critic sees more than the seat does: what the seat's offers are worth to the other side. A policy must not know it;
+a critic that knows it judges the same messages with less noise, and its advantages stay unbiased, since what it knows
+is settled before the message (asymmetric actor-critic, Pinto et al. 2018, arXiv 1710.06542). Whether a last offer was
+too much is then known when it is made, not guessed from how talks like it end.
 
 Shape legend: T own turns of a seat, F features.
 """
@@ -33,8 +38,11 @@ FEATURES = (
     "tone",
     "repeats",
     "takes_back",
+    "theirs",
+    "acceptable",
+    "room",
 )
-SURPLUSES = ("standing", "own", "deal")
+SURPLUSES = ("standing", "own", "deal", "theirs")
 KNOTS = (-0.15, 0.0, 0.15, 0.3, 0.45)
 
 
@@ -63,9 +71,11 @@ def situation(features_NF: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Seat:
-    """What one seat has seen and done so far."""
+    """What one seat has seen and done so far, and what its offers are worth to the other side."""
 
     profile: Profile
+    other: Profile
+    room: float
     rounds: int
     last_word: bool
     heard: list[float] = field(default_factory=list)
@@ -120,14 +130,17 @@ class _Seat:
             float(np.mean(self.tones)) if self.tones else 0.5,
             float(np.mean(repeats)) if repeats else 0.0,
             float(np.mean([after > before for before, after in pairs])) if pairs else 0.0,
+            float(np.clip(self.other.surplus(self.offers[-1]), -1, 1)) if self.offers else 0.0,
+            float(bool(self.offers) and self.other.surplus(self.offers[-1]) >= 0),
+            self.room,
         )
 
 
 def turn_states(scenario: Scenario, episode: Episode, seat: int) -> tuple[np.ndarray, np.ndarray]:
-    """The state before and right after each own message, from what the seat itself could see.
+    """The state before and right after each own message.
 
     Args:
-        scenario: The problem; only the seat's own profile is read.
+        scenario: The problem.
         episode: The finished dialogue.
         seat: Whose turns.
 
@@ -135,10 +148,16 @@ def turn_states(scenario: Scenario, episode: Episode, seat: int) -> tuple[np.nda
         Features before and after, [T, F] each. Time is in [0, 1], 1 with the last offer that can be answered;
         `standing` (the other side's offer), `own` (the last offer) and `deal` (what was accepted) are surplus shares
         cut to [-1, 1], 0 where there is none, `..._gain` their part above the reservation; `given` is the other side's
-        last step, `conceded` the own one; `tone`, `repeats` and `takes_back` are means over own messages so far.
+        last step, `conceded` the own one; `tone`, `repeats` and `takes_back` are means over own messages so far;
+        `theirs` is the other side's surplus share of the last own offer, `acceptable` whether it is at or above its
+        limit, `room` the largest own surplus share that leaves the other side at its limit.
     """
     opener = episode.turns[0].seat if episode.turns else 0
-    now = _Seat(profile=scenario.profiles[seat], rounds=scenario.rounds, last_word=opener != seat)
+    profile, other = scenario.profiles[seat], scenario.profiles[1 - seat]
+    possible_N = scenario.utilities[seat][scenario.utilities[1 - seat] >= other.reservation - 1e-9]
+    best = possible_N.max(initial=profile.reservation)
+    room = float((best - profile.reservation) / max(1 - profile.reservation, 1e-9))
+    now = _Seat(profile=profile, other=other, room=room, rounds=scenario.rounds, last_word=opener != seat)
     before, after = [], []
     for turn in episode.turns:
         if turn.seat == seat:

@@ -46,6 +46,10 @@ def test_before_and_after_each_message_of_the_buyer():
     assert [row["own"] for row in after] == pytest.approx([1, 1, 1])
     assert [row["tone"] for row in before] == pytest.approx([0.5, 1, 0.5])
     assert [row["repeats"] for row in after] == [0, 1, 1]
+    # What the buyer asks leaves the supplier 0 points of its 30; at best it could have 60 and leave it 50.
+    assert [row["theirs"] for row in before] == pytest.approx([0, -30 / 70, -30 / 70])
+    assert {row["acceptable"] for row in after} == {0.0}
+    assert [row["room"] for row in before + after] == pytest.approx([20 / 60] * 6)
     assert [row["accepted"] for row in before] == [0, 0, 0] and [row["accepted"] for row in after] == [0, 0, 1]
     assert after[2]["deal"] == pytest.approx(0)
 
@@ -59,6 +63,8 @@ def test_concessions_and_steps_back_of_the_supplier():
     assert before[0]["has_standing"] == 0 and before[1]["standing"] == pytest.approx(-30 / 70)
     assert [row["conceded"] for row in after] == pytest.approx([0, 25 / 70, -25 / 70])
     assert [row["takes_back"] for row in after] == pytest.approx([0, 0, 0.5])
+    assert [row["theirs"] for row in after] == pytest.approx([-40 / 60, -10 / 60, -40 / 60])
+    assert [row["room"] for row in after] == pytest.approx([20 / 70] * 3)
     buyer = rows(turn_states(SCENARIO, episode, 0)[1])
     assert [row["walked"] for row in buyer] == [0, 0, 1]
 
@@ -70,12 +76,21 @@ def test_a_refused_message_is_seen_and_takes_no_time():
     assert [row["time"] for row in before] == [0, 0]
 
 
-def test_states_read_nothing_of_the_other_sides_profile():
+def test_an_offer_at_the_other_sides_limit_is_acceptable():
+    episode = play(offer(2, 0), offer(0, 1), offer(2, 1), offer(2, 0), "[Walk]")
+    supplier, buyer = (rows(turn_states(SCENARIO, episode, seat)[1]) for seat in (1, 0))
+    assert [row["acceptable"] for row in supplier][:2] == [0, 1] and supplier[1]["theirs"] == 0
+    assert [row["acceptable"] for row in buyer] == [0, 1]
+
+
+def test_only_what_offers_are_worth_to_it_and_the_room_depend_on_the_other_sides_profile():
     episode = play(offer(2, 0), offer(0, 1), "[Accept]")
     other = replace(SCENARIO.profiles[1], limit=0, points=((1, 1, 1), (1, 1)))
     changed = replace(SCENARIO, profiles=(SCENARIO.profiles[0], other))
+    private = [FEATURES.index(name) for name in ("theirs", "acceptable", "room")]
     for ours, theirs in zip(turn_states(SCENARIO, episode, 0), turn_states(changed, episode, 0), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(np.delete(ours, private, 1), np.delete(theirs, private, 1))
+        assert not np.array_equal(ours[:, private], theirs[:, private])
 
 
 def test_a_seat_that_never_spoke_has_no_states():

@@ -123,6 +123,14 @@ def test_minibatches_hold_whole_families_in_a_new_order_each_time():
     assert len({tuple(order) for order in orders}) > 1
 
 
+def test_rows_of_one_family_come_in_a_new_order_each_time():
+    batch = siblings((5,), (8,))
+    assert set(batch.family_B.tolist()) == {0}
+    generator = torch.Generator().manual_seed(0)
+    orders = {tuple(shuffled_families(batch, generator).tolist()) for _ in range(5)}
+    assert len(orders) > 1 and all(sorted(order) == list(range(8)) for order in orders)
+
+
 def test_a_budget_counts_shared_tokens_once_a_piece():
     batch = siblings((9, 14), (3, 3))
     lengths, shared = batch.length_B.tolist(), batch.shared_B.tolist()
