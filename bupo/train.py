@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ def interact(run: Run, bar: Any) -> Interaction:
     def told(done: int) -> None:
         bar.update(advance=0, note=f"interact {done}/{len(seatings)} dialogues")
 
-    episodes = play_dialogues(run.table, seatings, pools, int(run.rng.integers(2**31)), told)
+    table = replace(run.table, decoding=replace(run.table.decoding, shortcut=config.interact.shortcut))
+    episodes = play_dialogues(table, seatings, pools, int(run.rng.integers(2**31)), told)
     rows, rewards, groups, roles, records = [], [], [], [], []
     for index, (seating, episode) in enumerate(zip(seatings, episodes, strict=True)):
         scored = [reward(config.reward, seating.scenario, episode, seat) for seat in (0, 1)]

@@ -48,6 +48,14 @@ class GameCoordinator(nn.Module):
             Log-probabilities of mu [N, V] and the weights [N, K].
         """
 
+    def gate(self, positions: int) -> torch.Tensor | None:
+        """Weights that are known before the proposals are, where mu is the mean of the proposals by them, [N, K].
+
+        With them a token may be drawn from the proposal of one sub-policy that was drawn first: exactly mu, for one
+        head instead of K. None where there are no such weights.
+        """
+        return None
+
     def responsibilities(self, proposal: Proposal, mixture: Mixture, actions_N: torch.Tensor) -> torch.Tensor | None:
         """How much of each executed token is due to each sub-policy, [N, K], rows sum to 1.
 

@@ -26,6 +26,10 @@ class LinearPool(GameCoordinator):
         logp_NV = torch.logsumexp(logp_KNV + weights_K.log()[:, None, None], dim=0)
         return Mixture(logp_NV=logp_NV, weights_NK=weights_K.expand(logp_KNV.shape[1], -1))
 
+    def gate(self, positions: int) -> torch.Tensor:
+        """The fixed weights, [N, K]."""
+        return self.fixed_K.expand(positions, -1)
+
     def responsibilities(self, proposal: Proposal, mixture: Mixture, actions_N: torch.Tensor) -> torch.Tensor:
         """r_k = w_k pi_k(a) / mu(a), in [0, 1], rows sum to 1."""
         index = actions_N[None, :, None].expand(proposal.logp_KNV.shape[0], -1, 1)

@@ -203,7 +203,7 @@ def score(
 def shuffled_families(batch: TokenBatch, generator: torch.Generator) -> torch.Tensor:
     """All rows in random order of families, so that a minibatch holds whole families: they share what is computed.
 
-    Within a family the order is random too, for where all rows are one (they share no more than a prompt's first words).
+    Within a family the order is random too, for where all rows are one: those that share but a prompt's first words.
     """
     rank = torch.randperm(int(batch.family_B.max()) + 1, generator=generator)
     rows = torch.randperm(len(batch), generator=generator)

@@ -30,11 +30,15 @@ class Decoding:
         temperature: Divides the logits of each proposal before they are combined.
         max_tokens: Longest message in tokens; longer ones are cut.
         stop_ids: Token ids that end a message.
+        shortcut: Whether, where the coordinator's weights are known beforehand, a sub-policy is drawn first and the
+            token from its proposal alone. The same distribution for one head a row instead of K; log mu is unknown
+            (NaN) then.
     """
 
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...]
+    shortcut: bool = False
 
 
 def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
@@ -49,6 +53,15 @@ def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
     # never drawn.
     mark_N = torch.minimum(uniform_N.to(total_N) * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
     return torch.searchsorted(cumulative_NV, mark_N[:, None], right=True)[:, 0]
+
+
+def choose(weights_NK: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one of K a row, [N], and what is left of the random number: again uniform in [0, 1), and independent."""
+    weights_NK = weights_NK.to(uniform_N) / weights_NK.to(uniform_N).sum(-1, keepdim=True)
+    chosen_N = draw(weights_NK.log(), uniform_N)
+    below_NK = weights_NK.cumsum(-1) - weights_NK
+    weight_N, below_N = (x_NK.gather(1, chosen_N[:, None])[:, 0] for x_NK in (weights_NK, below_NK))
+    return chosen_N, ((uniform_N - below_N) / weight_N).clamp(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +153,8 @@ class Session:
         active = list(range(len(rows)))  # which of `rows` each row of `cache` belongs to
         done = [False] * len(rows)
         for step in range(self.decoding.max_tokens):
-            logp_AV = self._mixture(hidden)
-            ids_A = draw(logp_AV, uniform_AT[:, step])
-            taken_A = logp_AV.gather(1, ids_A[:, None])[:, 0].tolist()
-            chosen = ids_A.tolist()
+            ids_A, logp_A = self._sample(hidden, uniform_AT[:, step])
+            taken_A, chosen = logp_A.tolist(), ids_A.tolist()
             for slot, i in enumerate(active):
                 if not done[i]:
                     sampled[i].append(chosen[slot])
@@ -228,14 +239,24 @@ class Session:
         pools = [speaker.stacks for speaker in self.speakers]
         return self.lockstep.branches_by_pool(h_ATD, positions_AT, pools, cache, used, last_A, count_A)
 
-    def _mixture(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Log mu of each row, by its own pool, [A, V]."""
-        parts = [
-            speaker.coordinator.combine(Proposal(logp_KNV=self.lockstep.logp(h_KAD, self.decoding.temperature))).logp_NV
-            for speaker, h_KAD in zip(self.speakers, hidden, strict=True)
-            if h_KAD.shape[1]
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _sample(self, hidden: Sequence[torch.Tensor], uniform_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row by its own pool, [A], and its log-probability under mu, [A]."""
+        ids, logps = [], []
+        uniforms = uniform_A.split([h_KAD.shape[1] for h_KAD in hidden])
+        for speaker, h_KAD, uniform_N in zip(self.speakers, hidden, uniforms, strict=True):
+            weights_NK = speaker.coordinator.gate(len(uniform_N)) if self.decoding.shortcut else None
+            if weights_NK is None:
+                proposal = Proposal(logp_KNV=self.lockstep.logp(h_KAD, self.decoding.temperature))
+                logp_NV = speaker.coordinator.combine(proposal).logp_NV
+                ids_N = draw(logp_NV, uniform_N)
+                logps.append(logp_NV.gather(1, ids_N[:, None])[:, 0])
+            else:
+                chosen_N, rest_N = choose(weights_NK, uniform_N)
+                h_ND = h_KAD[chosen_N, torch.arange(len(chosen_N), device=h_KAD.device)]
+                ids_N = draw(self.lockstep.logp(h_ND, self.decoding.temperature), rest_N)
+                logps.append(torch.full_like(rest_N, torch.nan))
+            ids.append(ids_N)
+        return torch.cat(ids), torch.cat(logps)
 
     def _store(self, rows: Sequence[int], cache: DialogueCache, used: int) -> None:
         if cache is not self.cache:

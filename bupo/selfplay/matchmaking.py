@@ -31,6 +31,9 @@ class InteractConfig:
         league_size: Most snapshots kept.
         max_message_tokens: Longest message in tokens.
         retries: Refused messages in a row that a seat may repeat.
+        shortcut: Whether a token is drawn from the proposal of one sub-policy that is drawn first, where the
+            coordinator allows it: the same distribution with one head a row, worth it where the vocabulary is large;
+            `ppo/rollout_mismatch` is unknown then. Evaluation never does: it would couple its stages less.
     """
 
     dialogues: int = 0
@@ -42,6 +45,7 @@ class InteractConfig:
     league_size: int = 8
     max_message_tokens: int = 64
     retries: int = 1
+    shortcut: bool = False
 
     def __post_init__(self) -> None:
         """Checks the shares."""

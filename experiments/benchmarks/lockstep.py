@@ -26,7 +26,7 @@ from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import PolicyPool
 from bupo.policies.stacks import Stacks
 from bupo.records import Proposal
-from bupo.rollout.engine import Decoding, Session, Speaker, draw
+from bupo.rollout.engine import Decoding, Session, Speaker, choose, draw
 
 NEW_TOKENS = 64
 ATTENTION, CACHES = ("sdpa", "eager"), ("dynamic", "static")
@@ -108,8 +108,10 @@ def fastest(pool: PolicyPool, options: argparse.Namespace) -> tuple[str, str]:
     return min(times, key=times.__getitem__)
 
 
-def ours(lockstep: Lockstep, stacks: Stacks, ids_BT: torch.Tensor) -> Callable[[], list[int]]:
-    """A decode step of the lockstep engine."""
+def ours(
+    lockstep: Lockstep, stacks: Stacks, ids_BT: torch.Tensor, *, shortcut: bool = False
+) -> Callable[[], list[int]]:
+    """A decode step of the lockstep engine; with the shortcut a token comes from the head of one policy a row."""
     rows, width = ids_BT.shape
     device = ids_BT.device
     coordinator = build_coordinator(CoordinatorConfig(), len(stacks)).to(device)
@@ -126,7 +128,12 @@ def ours(lockstep: Lockstep, stacks: Stacks, ids_BT: torch.Tensor) -> Callable[[
 
     @torch.inference_mode()
     def step() -> list[int]:
-        logp_KBV = lockstep.logp(forward(width - 1, width))
+        h_KBD = forward(width - 1, width)
+        if shortcut:
+            chosen_B, rest_B = choose(coordinator.gate(rows), uniform_B)
+            h_BD = h_KBD[chosen_B, torch.arange(rows, device=device)]
+            return draw(lockstep.logp(h_BD), rest_B).tolist()
+        logp_KBV = lockstep.logp(h_KBD)
         return draw(coordinator.combine(Proposal(logp_KNV=logp_KBV)).logp_NV, uniform_B).tolist()
 
     forward(0, width - 1)
@@ -197,6 +204,7 @@ def main() -> None:
         "sequential": lambda: reference.sequential(caches),
         "peft_mixed": lambda: reference.mixed(spread),
         "lockstep": ours(lockstep, every, reference.ids_BT),
+        "lockstep_shortcut": ours(lockstep, every, reference.ids_BT, shortcut=True),
         "lockstep_k1": ours(lockstep, first, reference.ids_BT),
     }
     times = interleaved(steps, options.repeats, options.device)

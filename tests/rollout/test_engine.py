@@ -21,10 +21,10 @@ WEIGHTS = (0.5, 0.25, 0.25)
 OFTEN = tuple(range(5, 40))  # about one token in nine ends a message, so that rows finish at different steps
 
 
-def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, seed=0):
+def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, seed=0, shortcut=False):
     stacks = forward.stacks()
     mixer = build_coordinator(CoordinatorConfig(weights=WEIGHTS[: len(stacks)]), len(stacks))
-    decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids)
+    decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids, shortcut=shortcut)
     streams = [np.random.default_rng([seed, row]) for row in range(rows)]
     return Session(forward, [Speaker(stacks=stacks, coordinator=mixer, streams=streams)], decoding)
 
@@ -139,13 +139,14 @@ def test_rollout_log_probabilities_equal_peft_run_adapter_by_adapter():
         torch.testing.assert_close(batch.logp_rollout_BT[row][batch.action_BT[row]], expected, atol=1e-5, rtol=0)
 
 
-def test_tokens_are_drawn_from_the_whole_mixture(monkeypatch):
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_tokens_are_drawn_from_the_whole_mixture(monkeypatch, shortcut):
     """Chi-square test of 4,000 first tokens against mu: nothing is cut off (top-p 1, top-k off)."""
     monkeypatch.setattr(engine, "FIRST_SLOTS", 8)
     pool = tiny.pool(branch_layers=1)
     forward = Lockstep(pool)
     context = tiny.random_ids(6, 0)
-    talk = session(forward, 4000, max_tokens=1)
+    talk = session(forward, 4000, max_tokens=1, shortcut=shortcut)
     drawn = [span.action_ids[0] for span in talk.speak(range(4000), [context] * 4000)]
     twin = tiny.peft_twin(pool)
     mu = 0
@@ -223,6 +224,23 @@ def test_draws_follow_the_distribution_and_never_take_what_has_probability_zero(
     assert stats.chisquare(counts[[1, 3, 4]], 20_000 * p[[1, 3, 4]].numpy()).pvalue > 1e-3
     edges = torch.tensor([0.0, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-24, 1.0])
     assert engine.draw(p.log().expand(7, -1), edges).tolist() == [1, 1, 3, 3, 4, 4, 4]
+
+
+def test_a_policy_is_chosen_by_its_weight_and_what_is_left_of_the_number_is_uniform_and_independent():
+    weights = torch.tensor([0.5, 0.0, 0.3, 0.2]).expand(20_000, -1)
+    chosen, rest = engine.choose(weights, torch.from_numpy(np.random.default_rng(1).random(20_000)))
+    counts = torch.bincount(chosen, minlength=4).numpy()
+    assert counts[1] == 0 and stats.chisquare(counts[[0, 2, 3]], [10_000, 6_000, 4_000]).pvalue > 1e-3
+    for policy in (0, 2, 3):
+        assert stats.kstest(rest[chosen == policy].numpy(), "uniform").pvalue > 1e-3
+
+
+def test_the_shortcut_knows_no_mixture_and_is_left_where_weights_depend_on_proposals(monkeypatch):
+    short, plain = (session(tiny.lockstep(), 2, shortcut=True) for _ in range(2))
+    context = [tiny.random_ids(5, row) for row in range(2)]
+    assert all(np.isnan(span.logp_mu).all() for span in short.speak([0, 1], context))
+    monkeypatch.setattr(plain.speakers[0].coordinator, "gate", lambda positions: None)
+    assert all(np.isfinite(span.logp_mu).all() for span in plain.speak([0, 1], context))
 
 
 def test_what_a_row_draws_depends_neither_on_its_company_nor_on_how_long_it_spoke_before():
