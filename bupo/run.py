@@ -161,12 +161,12 @@ def completed(config: Config, name: str, device: torch.device, tracker: Tracker)
     """Fills in what was left to us by the kind of base; a public base on a CPU gets small sizes, and says so."""
     public = name != NANO
     slow = public and device.type == "cpu"
-    dialogues = config.interact.dialogues or (16 if slow else 128)
+    dialogues = config.interact.dialogues or (16 if slow else 152)
     scenarios = config.evaluation.scenarios or (4 if slow else 0)
     if slow and (dialogues, scenarios) != (config.interact.dialogues, config.evaluation.scenarios):
         tracker.say(
             f"a public base on a CPU: {dialogues} dialogues an iteration, {scenarios} evaluation scenarios "
-            "(--interact.dialogues 128 --evaluation.scenarios 30 for the sizes of a GPU)"
+            "(--interact.dialogues 152 --evaluation.scenarios 30 for the sizes of a GPU)"
         )
     return replace(
         config,

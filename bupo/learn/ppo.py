@@ -69,7 +69,7 @@ class PPOConfig:
     trunk_mb: float = 1024.0
     checkpoint: bool = False
     advantage: str = "turn"
-    lam: float = 0.8
+    lam: float = 0.6
     critic_window: int = 8
     scale: str = "batch"
     keep: float = 0.5
