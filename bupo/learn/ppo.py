@@ -69,11 +69,11 @@ class PPOConfig:
     trunk_mb: float = 1024.0
     checkpoint: bool = False
     advantage: str = "turn"
-    lam: float = 0.6
+    lam: float = 0.8
     critic_window: int = 8
     scale: str = "batch"
     keep: float = 0.5
-    kl_reference: float = 0.22
+    kl_reference: float = 0.25
     kl_old: float = 0.1
     entropy: float = 0.0
     diversity: float = 0.2

@@ -77,10 +77,9 @@ class InteractConfig:
         )
 
 
-SCRIPTED_SHARES = {"firm": 0.4, "eager": 0.17, "random": 0.08, "micro": 0.32, "tough": 0.03}
-"""Talks with `firm` and `micro` come to a last offer most often, and that is where deals are lost. `micro` gives only
-where it is given to: without it nothing teaches that holding out can cost the deal. `tough` hardly ever deals and has a
-small share: it teaches not to."""
+SCRIPTED_SHARES = {"firm": 0.3, "eager": 0.27, "random": 0.08, "micro": 0.32, "tough": 0.03}
+"""`micro` gives only where it is given to: without it nothing teaches that holding out can cost the deal. `tough`
+hardly ever deals and has a small share: it teaches not to."""
 
 
 def draw_seatings(
