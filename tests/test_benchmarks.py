@@ -19,7 +19,7 @@ UPDATE = {"action_fraction": 0.33, "epochs": 2, "micro_rows": 2, "logit_tokens":
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module
-    for name in ("common", "lockstep", "update"):
+    for name in ("common", "lockstep", "scaling", "update"):
         sys.modules.pop(name, None)
 
 
@@ -61,3 +61,15 @@ def test_the_decode_benchmark_prints_its_measures_as_json(benchmark, monkeypatch
     assert all(told[f"{name}_ms"] > 0 for name in steps)
     assert told["generate_tps"] > 0 and told["rollout_tps"] > 0
     assert (told["policies"], told["batch"], told["base"]) == (3, 2, "random:64x3")
+
+
+def test_the_scaling_benchmark_times_every_size_and_draws(benchmark, monkeypatch, capsys, tmp_path):
+    picture = tmp_path / "scaling.png"
+    sizes = arguments(batch=2, context=12, policies=4)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *sizes, "--plot", str(picture)])
+    benchmark("scaling").main()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for size in (1, 2, 4):
+        assert told[f"k{size}_ms"] > 0 and told[f"k{size}_shortcut_ms"] > 0
+    assert told["branch_at_4_ms"] == pytest.approx((told["k4_ms"] - told["k2_ms"]) / 2)
+    assert picture.read_bytes().startswith(b"\x89PNG")
