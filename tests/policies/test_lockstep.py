@@ -182,6 +182,7 @@ _MORE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:The following .*_pattern keys")  # PEFT repairs both
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "opt", "qwen3_moe"])
 def test_any_other_decoder_equals_peft_as_a_whole(kind):
     pool, twin = _strangers(kind)
@@ -201,6 +202,7 @@ def test_any_other_decoder_equals_peft_as_a_whole(kind):
     assert all(p.requires_grad for p in pool.parameters("p00"))
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_packed_rows_of_any_other_decoder_equal_peft_with_its_gradients():
     pool, twin = _strangers("gpt2")
     forward, batch = Lockstep(pool), tiny.batch()
