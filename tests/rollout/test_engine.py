@@ -93,6 +93,15 @@ def test_rollout_equals_teacher_forcing_for_every_family_beyond_the_first_slots(
     torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_bf16_rollout_equals_teacher_forcing_within_rounding(family):
+    """Stated tolerance: .02 nats on average, .15 at most, where a token's log-probability is about -5."""
+    talk = session(tiny.lockstep(family, torch.bfloat16), 4)
+    batch = converse(talk, turns=6)
+    gap = (teacher_forced(talk, batch) - batch.logp_rollout_BT[batch.action_BT]).abs()
+    assert gap.mean() < 0.02 and gap.max() < 0.15
+
+
 def test_rows_may_act_in_any_order():
     talk = session(tiny.lockstep(), 5)
     batch = converse(talk, turns=7, shuffle=True)
