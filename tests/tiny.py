@@ -6,9 +6,11 @@ import copy
 from functools import cache, partial
 
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bupo.learn.scoring import token_batch
@@ -59,8 +61,7 @@ def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int =
     """A frozen random model; equal seeds give equal weights.
 
     transformers computes norms and eager softmax in fp32 whatever the weights: in float64 the norms are replaced by the
-    same formula without casts and attention by a plain one, so that comparisons to 1e-9 mean something. Its Mamba takes
-    rates and states through fp32 in any case: see `close`.
+    same formula without casts, attention and the Mamba mixer by plain ones, so that comparisons to 1e-9 mean something.
 
     Windows are shorter than the sequences of the tests, and scores are capped where they matter.
     """
@@ -68,6 +69,7 @@ def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int =
     extra = {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
     if family == "mamba":
         extra = {"state_size": 4, "conv_kernel": 4, "expand": 2, "time_step_rank": 8}
+        extra["residual_in_fp32"] = not wide
     config = AutoConfig.for_model(
         family,
         vocab_size=len(_tokenizer()),
@@ -97,6 +99,10 @@ def model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int =
         for module in made.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(_rms_norm, module)
+            if type(module).__name__ == "MambaMixer":
+                module.forward = partial(_mamba_mixer, module)
+        if family == "mamba":
+            made.forward = partial(_mamba_logits, made)
     freeze(made)
     return made
 
@@ -116,14 +122,29 @@ def _wide_attention(module, query, key, value, attention_mask, scaling, softcap=
     return (torch.softmax(scores + attention_mask, -1) @ value).transpose(1, 2), None
 
 
+def _mamba_logits(model, input_ids, **kwargs):
+    """Logits in the type of the weights: transformers' Mamba gives fp32 whatever they are."""
+    return CausalLMOutput(logits=model.lm_head(model.backbone(input_ids, use_cache=False).last_hidden_state))
+
+
 ALL_ATTENTION_FUNCTIONS.register("wide", _wide_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register("wide", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def close(got: torch.Tensor, want: torch.Tensor, family: str, tolerance: float = 1e-9) -> None:
-    """Equal to the tolerance; to 1e-5 for Mamba, whose own forward rounds to fp32."""
-    tolerance = 1e-5 if family == "mamba" else tolerance
-    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, check_dtype=family != "mamba")
+def _mamba_mixer(mixer, x, **kwargs):
+    """The recurrence of Mamba as the paper writes it, token by token, in the type of its input."""
+    u, gate = mixer.in_proj(x).chunk(2, dim=-1)
+    steps, kernel = x.shape[1], mixer.conv_kernel_size
+    padded = F.pad(u, (0, 0, kernel - 1, 0))
+    u = F.silu(sum(padded[:, j : j + steps] * mixer.conv1d.weight[:, 0, j] for j in range(kernel)) + mixer.conv1d.bias)
+    rate, b, c = mixer.x_proj(u).split([mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], dim=-1)
+    rate = F.softplus(mixer.dt_proj(rate))
+    state, out = 0, []
+    for t in range(steps):
+        kept = torch.exp(-rate[:, t, :, None] * mixer.A_log.exp()) * state
+        state = kept + (rate * u)[:, t, :, None] * b[:, t, None]
+        out.append((state * c[:, t, None]).sum(-1) + mixer.D * u[:, t])
+    return mixer.out_proj(torch.stack(out, 1) * F.silu(gate))
 
 
 def base(family: str = "llama", dtype: torch.dtype = torch.float32) -> Base:

@@ -43,7 +43,8 @@ def attend(
         )
         return out_NHTd.transpose(1, 2)
     if mask is None:
-        mask = torch.ones(query_NHTd.shape[2], key_NGSd.shape[2], dtype=torch.bool, device=query_NHTd.device).tril()
+        steps = query_NHTd.shape[2]
+        mask = band(steps, steps, query_NHTd.device)
     additive = torch.zeros(mask.shape, dtype=query_NHTd.dtype, device=query_NHTd.device)
     additive = additive.masked_fill_(~mask, torch.finfo(query_NHTd.dtype).min)
     return attend_in_groups(query_NHTd, key_NGSd, value_NGSd, additive, scale, softcap)

@@ -269,11 +269,8 @@ class Lockstep:
             Final normed hidden states of each pool's rows, [K, its rows, D].
         """
         groups = tuple((stacks, rows) for stacks, rows in zip(pools, cache.rows, strict=True) if rows)
-        owners = [
-            part for part, rows in zip(torch.arange(len(h_BTD)).split(cache.rows), cache.rows, strict=True) if rows
-        ]
-        folded_R = torch.cat([part.repeat(len(stacks)) for part, (stacks, _) in zip(owners, groups, strict=True)])
-        folded_R = folded_R.to(h_BTD.device)
+        owners = torch.arange(len(h_BTD), device=h_BTD.device).split(cache.rows)
+        folded_R = torch.cat([part.repeat(len(stacks)) for part, stacks in zip(owners, pools, strict=True)])
         last_R = last_B[folded_R]
         step = Step(
             positions_RT=positions_BT[folded_R],
@@ -286,9 +283,9 @@ class Lockstep:
             return hidden[torch.arange(len(last_R), device=last_R.device), last_R]
 
         normed_RD = self._branches(h_BTD[folded_R], step, groups, pick)
-        parts = normed_RD.split([len(stacks) * rows for stacks, rows in zip(pools, cache.rows, strict=True)])
-        shapes = [(len(stacks), rows, normed_RD.shape[1]) for stacks, rows in zip(pools, cache.rows, strict=True)]
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        shapes = [(len(stacks), rows) for stacks, rows in zip(pools, cache.rows, strict=True)]
+        parts = normed_RD.split([policies * rows for policies, rows in shapes])
+        return [part.view(*shape, part.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
 
     def _branches(
         self,

@@ -1,6 +1,6 @@
 """Any other decoder as one opaque layer: exact, but nothing is shared by sub-policies or remembered between tokens.
 
-Shape legend: R rows (policies folded into rows), T tokens, D width, K policies, N packed tokens, B rows.
+Shape legend: R rows (policies folded into rows), T tokens, D width.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_packed_rows_equal_peft_on_each_row_alone(family, branch_layers):
                 logits = twin(batch.ids_BT[row : row + 1, : batch.length_B[row]]).logits[0]
                 columns = batch.action_BT[row].nonzero()[:, 0]
                 expected = torch.log_softmax(logits[columns - 1] / TEMPERATURE, -1)
-                tiny.close(ours.logp_KNV[k, ours.row_N == row], expected, family)
+                torch.testing.assert_close(ours.logp_KNV[k, ours.row_N == row], expected, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -99,7 +99,7 @@ def test_gradients_through_a_shared_beginning_equal_peft_on_each_row_alone(famil
             ((logp * direction[scored.row_N == row]).sum() * (k + 1)).backward()
         expected = [p.grad for p in tiny.adapter_parameters(twin, name)]
         for got, want in zip(pool.parameters(name), expected, strict=True):
-            tiny.close(got.grad, want, family, 1e-8)
+            torch.testing.assert_close(got.grad, want, atol=1e-8, rtol=1e-8)
 
 
 def test_a_row_does_not_see_the_rest_of_its_siblings():
