@@ -99,7 +99,7 @@ def interact(run: Run, bar: Any) -> Interaction:
     seatings = draw_seatings(config.interact, config.scenarios, list(run.league.members), run.rng)
     pools: dict[str, tuple[Stacks, GameCoordinator]] = {LEARNER: (run.lockstep.stacks(), run.coordinator)}
     for name in {player for seating in seatings for player in seating.players} & set(run.league.members):
-        stacks = run.league.members[name].to(run.lockstep.device)
+        stacks = run.lockstep.merge(run.league.members[name].to(run.lockstep.device))
         past = build_coordinator(config.coordinator, len(stacks)).to(run.lockstep.device)
         pools[name] = (stacks, past)
 

@@ -183,8 +183,11 @@ def pool(
     perturbation: float = 0.3,
     **settings,
 ) -> PolicyPool:
-    """A pool of clearly different sub-policies; a copy of a cached one, since PEFT takes long to build it."""
-    settings = {"rank": 4, **settings}
+    """A pool of clearly different sub-policies; a copy of a cached one, since PEFT takes long to build it.
+
+    Nothing is merged unless asked for: models this small would never add LoRA products.
+    """
+    settings = {"rank": 4, "merge_mb": 0.0, **settings}
     return copy.deepcopy(_pool(family, dtype, size, branch_layers, perturbation, tuple(sorted(settings.items()))))
 
 

@@ -13,9 +13,10 @@ import torch
 from bupo.config import at_least, in_range, one_of, positive, raise_problems
 from bupo.coordinators.base import GameCoordinator
 from bupo.learn.advantages import SCALES
+from bupo.learn.earlier import EarlierStates
 from bupo.learn.objectives import clipped_surrogate, entropy, jensen_shannon, kl
 from bupo.learn.optimizer import PolicyOptimizer
-from bupo.learn.scoring import ActionTokens, action_tokens, hidden, micro_batches, shuffled_families, trunk_of
+from bupo.learn.scoring import ActionTokens, action_tokens, hidden, micro_rows, shuffled_families, trunk_of
 from bupo.policies.lockstep import Lockstep
 from bupo.records import Proposal, TokenBatch
 
@@ -37,6 +38,8 @@ class PPOConfig:
         micro_tokens: Most tokens in one forward; smaller saves memory and changes no number.
         logit_tokens: Most action tokens whose distributions over the vocabulary exist at once; likewise.
         trunk_mb: Most megabytes of trunk activations kept for an iteration; above, they are computed when needed.
+        earlier_mb: Most megabytes of the old policies' final states kept from the first epoch for the later ones;
+            likewise.
         checkpoint: Whether the branches are computed again in the backward pass instead of kept: less memory, more
             time, the same numbers.
         advantage: `group`: reward less the mean of the same scenario, role and opponent, for all own tokens alike;
@@ -67,6 +70,7 @@ class PPOConfig:
     micro_tokens: int = 2048
     logit_tokens: int = 512
     trunk_mb: float = 1024.0
+    earlier_mb: float = 1024.0
     checkpoint: bool = False
     advantage: str = "turn"
     lam: float = 0.8
@@ -94,6 +98,7 @@ class PPOConfig:
                 at_least("micro_tokens", self.micro_tokens, 64),
                 at_least("logit_tokens", self.logit_tokens, 1),
                 at_least("trunk_mb", self.trunk_mb, 0),
+                at_least("earlier_mb", self.earlier_mb, 0),
                 one_of("advantage", self.advantage, ADVANTAGES),
                 in_range("lam", self.lam, 0, 1),
                 at_least("critic_window", self.critic_window, 1),
@@ -127,9 +132,9 @@ def update(
 ) -> dict[str, float]:
     """One iteration's PPO epochs over a batch.
 
-    The old policy is a frozen copy of the adapters at the start of the update; its distributions are recomputed micro
-    batch by micro batch, so [K, B, T, V] never exists whole. Every loss term is a mean over the action tokens of the
-    minibatch, however it is cut.
+    The old policy is a frozen copy of the adapters at the start of the update; its distributions are recomputed from
+    hidden states, chunk by chunk, so [K, B, T, V] never exists whole. Every loss term is a mean over the action tokens
+    of the minibatch, however it is cut.
 
     Args:
         lockstep: The forward.
@@ -147,7 +152,7 @@ def update(
     Raises:
         FloatingPointError: The loss or a gradient is not finite.
     """
-    old = lockstep.stacks(reference=True)
+    earlier = EarlierStates(lockstep, batch, epochs=config.epochs, most_mb=config.earlier_mb)
     sums: dict[str, float] = {}
     norms: dict[str, float] = {}
     first_ratio: float | None = None
@@ -156,13 +161,14 @@ def update(
         shuffled = shuffled_families(batch, generator)
         for rows in shuffled.chunk(config.minibatches):
             total = int(batch.action_BT[rows].sum())
-            for micro in micro_batches(batch, rows, config.micro_tokens):
+            for index in micro_rows(batch, rows, config.micro_tokens):
+                micro = batch.rows(index)
                 own = action_tokens(micro, lockstep.device)
                 trunk = trunk_of(lockstep, micro)
-                with torch.no_grad():
-                    before_KND = hidden(lockstep, micro, old, trunk)
-                stacks = lockstep.stacks(grad=True)
-                now_KND = hidden(lockstep, micro, stacks, trunk, checkpoint=config.checkpoint)
+                before_KND = earlier.at(index, micro, trunk) if steps else None
+                now_KND = hidden(lockstep, micro, lockstep.stacks(grad=True), trunk, checkpoint=config.checkpoint)
+                if before_KND is None:
+                    before_KND = earlier.at_first(index, micro, trunk, now_KND)
                 # Distributions over the vocabulary exist for a chunk of tokens at a time: its gradient is taken as far
                 # as the hidden states, and goes on from there once for all chunks.
                 leaf_KND = now_KND.detach().requires_grad_()

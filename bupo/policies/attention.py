@@ -237,8 +237,9 @@ class LayerCache:
         taken = LayerCache(range(0), len(rows), slots, first.shape[1], first.shape[3], first)
         for store, source in ((taken.keys, self.keys), (taken.values, self.values)):
             for layer, tensor in source.items():
-                fresh = tensor.new_zeros((len(rows), tensor.shape[1], slots, tensor.shape[3]))
+                fresh = tensor.new_empty((len(rows), tensor.shape[1], slots, tensor.shape[3]))
                 fresh[:, :, :used] = tensor[rows, :, :used]
+                fresh[:, :, used:] = 0  # never read as such, but masked products need finite numbers
                 store[layer] = fresh
         return taken
 

@@ -2,8 +2,9 @@
 
 Adapters sit on the top M layers. Below them every sub-policy computes the same, so those layers (the trunk) run once a
 row; above, hidden states are [K, B, T, D] folded into rows, and each linear layer adds its stacked LoRA product
-x A^T B^T by one batched product over K. `Stacks` holds the stacked weights: built inside the graph for an update, once
-and detached for a rollout, a frozen old policy, or the past pool of an opponent.
+x A^T B^T by one batched product over K, or, on small bases, multiplies by K merged weights. `Stacks` holds the stacked
+weights: built inside the graph for an update, once and detached for a rollout, a frozen old policy, or the past pool of
+an opponent.
 
 Shape legend: K sub-policies (the reference, where asked for, is one row more), B rows, T tokens, D width, V
 vocabulary, N selected positions, R rank.
@@ -12,7 +13,8 @@ vocabulary, N selected positions, R rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -87,22 +89,26 @@ class Lockstep:
 
     def _forward_of(self, key: str, module: LoraLinear) -> Callable[..., torch.Tensor]:
         alone = module.forward
-        base = module.base_layer
+        base = cast(nn.Linear, module.base_layer)
+
+        def of(stacks: Stacks, x: torch.Tensor) -> torch.Tensor:
+            x_KND = x.reshape(len(stacks), -1, x.shape[-1])
+            if key in stacks.merged:
+                mixed_KND = torch.bmm(x_KND, stacks.merged[key])
+                mixed_KND = mixed_KND if base.bias is None else mixed_KND + base.bias
+            else:
+                a_KDR, b_KRD = stacks.weights[key]
+                y_KND = base(x).reshape(*x_KND.shape[:2], -1)
+                mixed_KND = torch.baddbmm(y_KND, torch.bmm(x_KND, a_KDR), b_KRD)
+            return mixed_KND.view(*x.shape[:-1], -1)
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if not self._active:
                 return alone(x, *args, **kwargs)
-            y = base(x)
-            done, parts = 0, []
-            for stacks, rows in self._active:
-                a_KDR, b_KRD = stacks.weights[key]
-                size = len(x) if len(self._active) == 1 else len(stacks) * rows
-                x_KND = x[done : done + size].reshape(len(stacks), -1, x.shape[-1])
-                y_KND = y[done : done + size].reshape(len(stacks), -1, y.shape[-1])
-                mixed_KND = torch.baddbmm(y_KND, torch.bmm(x_KND, a_KDR), b_KRD)
-                parts.append(mixed_KND.view(size, *y.shape[1:]))
-                done += size
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            if len(self._active) == 1:
+                return of(self._active[0][0], x)
+            parts = x.split([len(stacks) * rows for stacks, rows in self._active])
+            return torch.cat([of(stacks, part) for (stacks, _), part in zip(self._active, parts, strict=True)])
 
         return forward
 
@@ -125,7 +131,27 @@ class Lockstep:
                 a = torch.stack([a.T for a, _ in pairs])
                 b = torch.stack([b.T * module.scaling[name] for name, (_, b) in zip(names, pairs, strict=True)])
                 weights[key] = (a.to(self.dtype), b.to(self.dtype))
-        return Stacks(names=tuple(names), weights=weights)
+            return self.merge(Stacks(names=tuple(names), weights=weights))
+
+    def merge(self, stacks: Stacks) -> Stacks:
+        """Adds the merged weights W + B A of each policy where they are small (`pool.merge_mb`).
+
+        One product then does what three do otherwise, and rank-R products run far below the speed of wide ones. In half
+        precision the sum would lose what the adapter adds, so there nothing is merged.
+
+        Args:
+            stacks: LoRA weights on the base's device.
+
+        Returns:
+            The stacks, with merged weights or as they are.
+        """
+        layers = {key: self._modules[key].base_layer for key in stacks.weights}
+        linear = {key: layer.weight for key, layer in layers.items() if isinstance(layer, nn.Linear)}
+        size = len(stacks) * sum(weight.numel() for weight in linear.values()) * self.dtype.itemsize
+        if self.dtype.itemsize < 4 or size > self.pool.config.merge_mb * 2**20:
+            return stacks
+        merged = {key: torch.baddbmm(weight.T, *stacks.weights[key]) for key, weight in linear.items()}
+        return replace(stacks, merged=merged)
 
     def new_cache(self, rows: Sequence[int], policies: Sequence[int], slots: int) -> DialogueCache:
         """Preallocates the cache of dialogues of at most `slots` tokens, given rows and policies of each pool."""

@@ -50,6 +50,8 @@ class PoolConfig:
         branch_layers: Adapters sit on this many top layers: a number, a fraction in (0, 1), or `all`.
         perturbation: Scale of the initial differences: RMS of the added weight change over the RMS of the weight; 0 for
             what suits the kind of base (`default_perturbation`).
+        merge_mb: Forwards multiply by W + B A of each policy where these weights take at most so many megabytes and the
+            base is fp32; larger ones add LoRA products, which read less. Differs in rounding alone.
     """
 
     size: int = 4
@@ -58,6 +60,7 @@ class PoolConfig:
     targets: str = "all-linear"
     branch_layers: int | float | str = 0.5
     perturbation: float = 0.0
+    merge_mb: float = 64.0
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -76,6 +79,7 @@ class PoolConfig:
                 one_of("targets", self.targets, TARGETS),
                 problem,
                 at_least("perturbation", self.perturbation, 0),
+                at_least("merge_mb", self.merge_mb, 0),
             ]
         )
 

@@ -132,10 +132,11 @@ class Session:
         lengths = [self.length[row] for row in rows]
         width = max(map(len, chunks))
         # A padded chunk writes up to `width` past every row's length, whatever that row's own chunk.
-        self._reserve(max(lengths) + width + self.decoding.max_tokens)
+        room = max(lengths) + width + self.decoding.max_tokens
+        self._reserve(room)
         filled = max(lengths)
         acting = list(rows)
-        cache = self.cache if len(rows) == self.rows else self.cache.take(acting, filled, self.slots, device)
+        cache = self.cache if len(rows) == self.rows else self.cache.take(acting, filled, room, device)
 
         ids_AT = torch.zeros(len(rows), width, dtype=torch.long)
         for i, chunk in enumerate(chunks):
@@ -168,14 +169,14 @@ class Session:
                 self._store(acting, cache, used)
                 active = [active[slot] for slot in waiting]
                 acting = [rows[i] for i in active]
-                cache = self.cache.take(acting, used, self.slots, device)
+                cache = self.cache.take(acting, used, room, device)
                 position_A, ids_A, uniform_AT = position_A[waiting], ids_A[waiting], uniform_AT[waiting]
             used = int(position_A.max()) + 1
             # A finished row keeps writing to the slot after its last token, which its next turn overwrites.
             going_A = torch.tensor([not done[i] for i in active], dtype=torch.long)
             hidden = self._forward(ids_A[:, None], position_A[:, None], cache, used, going_A * 0, going_A)
             position_A = position_A + going_A
-        self._store(acting, cache, min(int(position_A.max()) + 1, self.slots))
+        self._store(acting, cache, min(int(position_A.max()) + 1, room))
 
         spans = []
         for i, row in enumerate(rows):

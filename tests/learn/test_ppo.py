@@ -44,13 +44,15 @@ class Learner:
         self.mixer = build_coordinator(CoordinatorConfig(weights=weights), 3)
         return self
 
-    def gradients(self, batch, **settings):
-        """Loss and gradients of the first optimizer step, which is not carried out."""
+    def gradients(self, batch, *, drift=False, **settings):
+        """Loss and gradients of the last optimizer step; no step is carried out, or a drift in place of each."""
         found = {}
 
         def catch(learning_rate):
             found.update({n: [p.grad.clone() for p in self.pool.parameters(n)] for n in self.pool.names})
             self.pool.model.zero_grad()
+            if drift:
+                self.drift()
             return dict.fromkeys(self.pool.names, 0.0)
 
         self.optimizer.step = catch
@@ -300,16 +302,23 @@ def test_base_and_reference_never_change_in_an_update():
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_loss_and_gradients_equal_a_naive_loss_through_peft_alone(monkeypatch, family):
-    """Row by row and adapter by adapter, probabilities instead of log-probabilities, the old policy a second model."""
-    config = replace(FULL, temperature=0.8, clip=0.1)
-    learner, batch = Learner(family, WIDE, config=config), tiny.batch()
-    old_twin, old_stacks = tiny.peft_twin(learner.pool, family, WIDE), learner.forward.stacks(reference=True)
-    learner.drift()
-    twin, base = tiny.peft_twin(learner.pool, family, WIDE), tiny.model(family, WIDE)
+def test_loss_and_gradients_equal_a_naive_loss_through_peft_alone(family):
+    """After a drift in place of the first epoch's step.
 
-    monkeypatch.setattr(learner.forward, "stacks", _first(old_stacks, learner.forward.stacks))
-    metrics, gradients = learner.gradients(batch)
+    Row by row and adapter by adapter, probabilities instead of log-probabilities, the old policy a second model.
+    """
+    config = replace(FULL, temperature=0.8, clip=0.1)
+    learner, batch, twins = Learner(family, WIDE, config=config), tiny.batch(), []
+    first, _ = learner.gradients(batch)
+
+    def drift():
+        twins.append(tiny.peft_twin(learner.pool, family, WIDE))
+        Learner.drift(learner)
+
+    learner.drift = drift
+    metrics, gradients = learner.gradients(batch, epochs=2, drift=True)
+    old_twin, twin = twins  # before the first drift, and before the second
+    base = tiny.model(family, WIDE)
 
     def proposals(model, ids, where, temperature=0.8):
         return torch.softmax(model(ids[None]).logits[0, where - 1] / temperature, -1)
@@ -341,7 +350,8 @@ def test_loss_and_gradients_equal_a_naive_loss_through_peft_alone(monkeypatch, f
             loss = loss - 0.4 * 0.05 * (1 - (-jsd / 0.05).exp())
             losses.append(loss + 0.05 * (mu[n] * mu[n].log()).sum())
     loss = torch.stack(losses).mean()
-    torch.testing.assert_close(torch.tensor(metrics["ppo/loss"], dtype=WIDE), loss.detach(), atol=1e-9, rtol=1e-9)
+    second = 2 * metrics["ppo/loss"] - first["ppo/loss"]  # the metric is the mean of both epochs
+    torch.testing.assert_close(torch.tensor(second, dtype=WIDE), loss.detach(), atol=1e-9, rtol=1e-9)
     assert max(ratios) > 1.1
     assert min(ratios) < 0.9
     parameters = [p for name in learner.pool.names for p in tiny.adapter_parameters(twin, name)]
@@ -350,17 +360,6 @@ def test_loss_and_gradients_equal_a_naive_loss_through_peft_alone(monkeypatch, f
     expected = torch.autograd.grad(loss, parameters)
     for got, want in zip((g for n in learner.pool.names for g in gradients[n]), expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-8, rtol=1e-8)
-
-
-def _first(value, then):
-    """A function that returns `value` at its first call and asks `then` afterwards."""
-    calls = []
-
-    def answer(*args, **kwargs):
-        calls.append(1)
-        return value if len(calls) == 1 else then(*args, **kwargs)
-
-    return answer
 
 
 def test_gradients_equal_finite_differences():
@@ -538,3 +537,52 @@ def test_token_batch_pads_on_the_right():
 def test_impossible_settings_are_refused_by_field(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         PPOConfig(**wrong)
+
+
+# --- the old policies' states ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most_mb", [0.0, 100.0])
+def test_old_distributions_are_those_of_the_weights_at_the_start_in_every_epoch(monkeypatch, most_mb):
+    learner, batch, seen = Learner(dtype=WIDE), tiny.batch(), []
+    real = ppo._loss
+
+    def spy(forward, mixer, before_KND, now_KND, own, config):
+        seen.append((own.ids_N.clone(), own.logp_rollout_N.clone(), before_KND.clone()))
+        return real(forward, mixer, before_KND, now_KND, own, config)
+
+    monkeypatch.setattr(ppo, "_loss", spy)
+    # A token is known by its mark, whatever order it comes in.
+    marks = torch.zeros_like(batch.logp_rollout_BT)
+    marks[batch.action_BT] = torch.arange(int(batch.action_BT.sum()), dtype=marks.dtype)
+    batch = replace(batch, logp_rollout_BT=marks)
+    start = learner.forward.stacks(reference=True)
+    expected_KND = hidden(learner.forward, batch, start, trunk_of(learner.forward, batch))
+    learner.update(batch, epochs=3, minibatches=3, micro_tokens=64, earlier_mb=most_mb)
+    assert len({tuple(mark.tolist()) for _, mark, _ in seen}) > 3
+    assert sum(len(mark) for _, mark, _ in seen) == 3 * int(batch.action_BT.sum())
+    for _, mark, before_KND in seen:
+        torch.testing.assert_close(before_KND, expected_KND[:, mark.long()], rtol=0, atol=1e-9)
+
+
+def test_kept_states_are_computed_once_and_only_within_the_memory_allowed(monkeypatch):
+    learner, batch, ran = Learner(), tiny.batch(), []
+    real = learner.forward.branches
+
+    def spy(h, positions, stacks, *args, **kwargs):
+        ran.append(stacks.names)
+        return real(h, positions, stacks, *args, **kwargs)
+
+    monkeypatch.setattr(learner.forward, "branches", spy)
+
+    def runs(names, **settings):
+        ran.clear()
+        learner.update(batch, micro_tokens=4096, minibatches=1, **settings)
+        return ran.count(tuple(names))
+
+    own = learner.pool.names
+    kept = 4 * int(batch.action_BT.sum()) * 64 * 4 / 2**20
+    assert runs(["sft"], epochs=3, earlier_mb=1.01 * kept) == 1
+    assert runs([*own, "sft"], epochs=3, earlier_mb=1.01 * kept) == 0
+    assert runs([*own, "sft"], epochs=3, earlier_mb=0.99 * kept) == 2
+    assert runs(own, epochs=3) == 3

@@ -13,6 +13,7 @@ from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import REFERENCE, PolicyPool, PoolConfig
 
 WIDE = torch.float64
+MERGED = pytest.mark.parametrize("merge_mb", [0.0, 64.0], ids=["products", "merged"])
 
 
 def ids_and_positions(rows=3, width=21):
@@ -24,10 +25,11 @@ def logits(forward, ids, positions, stacks):
     return forward.logits(forward.branches(forward.trunk(ids, positions), positions, stacks))
 
 
+@MERGED
 @pytest.mark.parametrize("branch_layers", [1, 2, "all"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_each_row_equals_peft_with_that_adapter_set_and_the_zero_row_equals_the_base(family, branch_layers):
-    pool = tiny.pool(family, WIDE, branch_layers=branch_layers)
+def test_each_row_equals_peft_with_that_adapter_set_and_the_zero_row_equals_the_base(family, branch_layers, merge_mb):
+    pool = tiny.pool(family, WIDE, branch_layers=branch_layers, merge_mb=merge_mb)
     twin, forward = tiny.peft_twin(pool, family, WIDE), Lockstep(pool)
     ids, positions = ids_and_positions()
     with torch.no_grad():
@@ -41,10 +43,11 @@ def test_each_row_equals_peft_with_that_adapter_set_and_the_zero_row_equals_the_
     torch.testing.assert_close(ours[-1], base, atol=1e-9, rtol=1e-9)
 
 
+@MERGED
 @pytest.mark.parametrize("branch_layers", [1, "all"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_gradients_of_a_loss_on_one_row_equal_peft_alone_and_other_rows_get_none(family, branch_layers):
-    pool = tiny.pool(family, WIDE, branch_layers=branch_layers)
+def test_gradients_of_a_loss_on_one_row_equal_peft_alone_and_other_rows_get_none(family, branch_layers, merge_mb):
+    pool = tiny.pool(family, WIDE, branch_layers=branch_layers, merge_mb=merge_mb)
     twin, forward = tiny.peft_twin(pool, family, WIDE), Lockstep(pool)
     ids, positions = ids_and_positions(2, 13)
     direction = torch.randn(2, 13, len(tiny.tokenizer()), dtype=WIDE)
@@ -62,9 +65,10 @@ def test_gradients_of_a_loss_on_one_row_equal_peft_alone_and_other_rows_get_none
         assert all(grad is None or not grad.any() for grad in others)
 
 
+@MERGED
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_fp32_rows_equal_peft_within_rounding_with_fused_attention(family):
-    pool = tiny.pool(family)
+def test_fp32_rows_equal_peft_within_rounding_with_fused_attention(family, merge_mb):
+    pool = tiny.pool(family, merge_mb=merge_mb)
     twin, forward = tiny.peft_twin(pool, family), Lockstep(pool)
     ids, positions = ids_and_positions()
     with torch.no_grad():
@@ -150,6 +154,28 @@ def test_chunked_forward_on_the_cache_equals_the_whole_sequence(family):
             h = forward.trunk(part, where, cache, end)
             pieces.append(forward.logits(forward.branches(h, where, stacks, cache, end)))
     torch.testing.assert_close(torch.cat(pieces, dim=2), whole, atol=1e-9, rtol=1e-9)
+
+
+def test_weights_are_merged_within_the_memory_allowed_and_never_in_half_precision():
+    forward = tiny.lockstep(merge_mb=64.0)
+    names = forward.pool.names
+    size = sum(module.base_layer.weight.numel() * 4 for module in forward.pool.modules().values()) / 2**20
+    forward.pool.config = replace(forward.pool.config, merge_mb=3.5 * size)
+    assert set(forward.stacks().merged) == set(forward.layer_names)
+    assert not forward.stacks(reference=True).merged  # a row more does not fit
+    assert set(forward.stacks(names[:2], reference=True).select([REFERENCE]).merged) == set(forward.layer_names)
+    assert not tiny.lockstep(dtype=torch.bfloat16, merge_mb=64.0).stacks().merged
+
+
+def test_a_snapshot_is_kept_as_adapters_alone_and_merged_when_it_plays():
+    forward = tiny.lockstep(merge_mb=64.0)
+    stacks = forward.stacks()
+    kept = stacks.offload().to(forward.device)
+    assert stacks.merged
+    assert not kept.merged
+    again = forward.merge(kept)
+    for key, weight in stacks.merged.items():
+        assert torch.equal(weight, again.merged[key])
 
 
 def test_selected_and_offloaded_stacks_give_the_same_rows():

@@ -1,6 +1,7 @@
 """bupo.rollout.engine: what is sampled is mu, and its log-probabilities are those of a teacher-forced forward."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,8 +111,10 @@ def test_rows_may_act_in_any_order():
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])
 def test_dialogues_of_several_pools_in_one_session_are_those_of_each_pool_alone(family):
-    """Pools of three, one and two policies; their rows act together and in any order."""
-    forward = tiny.lockstep(family)
+    """Pools of three, one and two policies; their rows act together and in any order; not all fit merged."""
+    forward = tiny.lockstep(family, merge_mb=64.0)
+    size = sum(module.base_layer.weight.numel() * 4 for module in forward.pool.modules().values()) / 2**20
+    forward.pool.config = replace(forward.pool.config, merge_mb=2.5 * size)
     parts = [(["p00", "p01", "p02"], 3), (["p02"], 2), (["p01", "p00"], 3)]
     speakers = [
         Speaker(
@@ -121,6 +124,7 @@ def test_dialogues_of_several_pools_in_one_session_are_those_of_each_pool_alone(
         )
         for number, (names, rows) in enumerate(parts)
     ]
+    assert [bool(speaker.stacks.merged) for speaker in speakers] == [False, True, True]
     together = Session(forward, speakers, Decoding(temperature=1.0, max_tokens=16, stop_ids=OFTEN))
     batch = converse(together, turns=7, shuffle=True)
     ends = np.cumsum([rows for _, rows in parts])
@@ -132,8 +136,9 @@ def test_dialogues_of_several_pools_in_one_session_are_those_of_each_pool_alone(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def test_rollout_log_probabilities_equal_peft_run_adapter_by_adapter():
-    pool = tiny.pool()
+@pytest.mark.parametrize("merge_mb", [0.0, 64.0], ids=["products", "merged"])
+def test_rollout_log_probabilities_equal_peft_run_adapter_by_adapter(merge_mb):
+    pool = tiny.pool(merge_mb=merge_mb)
     twin, talk = tiny.peft_twin(pool), session(Lockstep(pool), 4)
     batch = converse(talk, turns=4)
     for row in range(4):
