@@ -33,9 +33,9 @@ class EvaluationConfig:
     """The evaluation before and after training.
 
     Attributes:
-        size: `quick`: 30 scenarios x 2 roles x 4 opponents = 240 dialogues a stage; `full`: 60 x 2 x 5 = 600 and 100
+        size: `quick`: 60 scenarios x 2 roles x 2 opponents = 240 dialogues a stage; `full`: 60 x 2 x 5 = 600 and 100
             without a ZOPA.
-        scenarios: Scenarios with a ZOPA; 0 for the size's own number, or 4 for a public base on a CPU.
+        scenarios: Scenarios with a ZOPA; 0 for 60, or 8 for a public base on a CPU.
         batch: Most dialogues decoded together.
     """
 
@@ -88,17 +88,21 @@ def stratified_scenarios(config: ScenarioConfig, count: int) -> list[Scenario]:
 
 
 def protocol(config: ScenarioConfig, size: str, count: int = 0) -> Protocol:
-    """Builds the dialogues of `quick` or `full` (facts: 60 scenarios x 2 roles x 5, and 10 without ZOPA x 2 x 5)."""
+    """Builds the dialogues of `quick` or `full` (facts: 60 scenarios x 2 roles x 5, and 10 without ZOPA x 2 x 5).
+
+    `quick` is a part of `full`: the same scenarios, since intervals depend on their number first, and each opponent once
+    a scenario, two in each role.
+    """
     full = size == "full"
     opponents = list(EVALUATION_OPPONENTS)
-    scenarios = stratified_scenarios(config, count or (60 if full else 30))
+    scenarios = stratified_scenarios(config, count or 60)
     seatings, no_zopa, both = [], [], []
     for index, scenario in enumerate(scenarios):
         for seat in (0, 1):
-            for repeat in range(5 if full else 4):
-                opponent = opponents[(repeat + index) % 4]
+            for repeat in range(5 if full else 2):
+                opponent = opponents[(repeat + 2 * seat + index) % 4]
                 seatings.append(_seating(scenario, seat, opponent, 1000 * index + 10 * repeat + seat))
-        for repeat in range(4):
+        for repeat in range(4 if full else 2):
             seed = 1000 * index + 500 + repeat
             both.append(Seating(scenario=scenario, players=(LEARNER, LEARNER), seed=seed, learner=(True, True)))
     if full:

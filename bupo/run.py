@@ -162,11 +162,11 @@ def completed(config: Config, name: str, device: torch.device, tracker: Tracker)
     public = name != NANO
     slow = public and device.type == "cpu"
     dialogues = config.interact.dialogues or (16 if slow else 152)
-    scenarios = config.evaluation.scenarios or (4 if slow else 0)
+    scenarios = config.evaluation.scenarios or (8 if slow else 0)
     if slow and (dialogues, scenarios) != (config.interact.dialogues, config.evaluation.scenarios):
         tracker.say(
             f"a public base on a CPU: {dialogues} dialogues an iteration, {scenarios} evaluation scenarios "
-            "(--interact.dialogues 152 --evaluation.scenarios 30 for the sizes of a GPU)"
+            "(--interact.dialogues 152 --evaluation.scenarios 60 for the sizes of a GPU)"
         )
     return replace(
         config,
@@ -223,6 +223,7 @@ def initialise(config: Config) -> Run:
         temperature=config.ppo.temperature,
         max_tokens=config.interact.max_message_tokens,
         stop_ids=base.chat.stop_ids,
+        compiled=config.interact.compile,
     )
     run = Run(
         config=config,

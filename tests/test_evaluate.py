@@ -59,11 +59,18 @@ def opponent(seating):
 # --- the protocol ---------------------------------------------------------------------------------------------------
 
 
-def test_quick_is_30_scenarios_by_2_roles_by_4_opponents(quick):
+def test_quick_is_the_part_of_full_in_which_each_scenario_meets_each_opponent_once(quick, full):
     assert len(quick.seatings) == 240 and not quick.no_zopa
-    cells = Counter((s.scenario.name, seat_of(s), opponent(s)) for s in quick.seatings)
-    assert len({name for name, _, _ in cells}) == 30
-    assert len(cells) == 30 * 2 * 4 and set(cells.values()) == {1}
+    cells = Counter((s.scenario.name, opponent(s)) for s in quick.seatings)
+    assert len({name for name, _ in cells}) == 60
+    assert len(cells) == 60 * 4 and set(cells.values()) == {1}
+    roles = Counter((s.scenario.name, seat_of(s)) for s in quick.seatings)
+    assert len(roles) == 60 * 2 and set(roles.values()) == {2}
+    assert Counter((opponent(s), seat_of(s)) for s in quick.seatings) == {
+        (name, seat): 30 for name in EVALUATION_OPPONENTS for seat in (0, 1)
+    }
+    assert {repr(s) for s in quick.seatings} < {repr(s) for s in full.seatings}
+    assert {repr(s) for s in quick.self_play} < {repr(s) for s in full.self_play}
 
 
 def test_full_is_600_dialogues_with_each_opponent_and_role_equally_often_and_100_without_zopa(full):

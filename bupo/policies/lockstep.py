@@ -229,23 +229,17 @@ class Lockstep:
         h_BTD: torch.Tensor,
         positions_BT: torch.Tensor,
         stacks: Stacks,
-        cache: DialogueCache | None = None,
-        used: int = 0,
         select: tuple[torch.Tensor, torch.Tensor] | None = None,
-        count_B: torch.Tensor | None = None,
         packing: Packing | None = None,
         checkpoint: bool = False,
     ) -> torch.Tensor:
-        """Runs the upper layers for all policies of a stack as one batch.
+        """Runs the upper layers on whole sequences for all policies of a stack as one batch.
 
         Args:
             h_BTD: The trunk's output.
             positions_BT: Position of each token in its row.
             stacks: The policies.
-            cache: Where to continue; None for whole sequences.
-            used: With a cache, the highest position plus one.
             select: Rows and columns of N positions; the others are left out of the last feed-forward layer.
-            count_B: With a cache, the real tokens of each row; None if all are.
             packing: Given where the batch is one row of packed tokens.
             checkpoint: Whether all branch layers but the last are computed again in the backward pass, not kept.
 
@@ -260,13 +254,7 @@ class Lockstep:
             assert select is not None
             return hidden.view(policies, rows, steps, width)[:, select[0], select[1]]
 
-        step = Step(
-            positions_RT=positions,
-            cache=None if cache is None else cache.branches,
-            used=used,
-            count_R=None if count_B is None else count_B.repeat(policies),
-            packing=packing,
-        )
+        step = Step(positions_RT=positions, packing=packing)
         normed = self._branches(hidden, step, ((stacks, rows),), None if select is None else pick, checkpoint)
         return normed if select is not None else normed.view(policies, rows, steps, width)
 
@@ -280,7 +268,7 @@ class Lockstep:
         last_B: torch.Tensor,
         count_B: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Runs the upper layers for dialogues of several pools as one batch, each for the policies of its own pool.
+        """Continues dialogues of several pools on a cache as one batch, each for the policies of its own pool.
 
         Args:
             h_BTD: The trunk's output, rows grouped by pool as in the cache.

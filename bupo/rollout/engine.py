@@ -5,7 +5,8 @@ Shape legend: K sub-policies, A acting rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,9 @@ from bupo.policies.stacks import Stacks
 from bupo.records import Proposal, TokenSpan
 
 FIRST_SLOTS = 256
+SLOT_STEP = 64
 COMPACT_BELOW = 0.6
+BACKEND = "inductor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +36,41 @@ class Decoding:
         shortcut: Whether, where the coordinator's weights are known beforehand, a sub-policy is drawn first and the
             token from its proposal alone. The same distribution for one head a row instead of K; log mu is unknown
             (NaN) then.
+        compiled: Whether decode steps are compiled (`torch.compile`).
     """
 
     temperature: float
     max_tokens: int
     stop_ids: tuple[int, ...]
     shortcut: bool = False
+    compiled: bool = False
+
+
+def forward(
+    lockstep: Lockstep,
+    pools: Sequence[Stacks],
+    ids_AT: torch.Tensor,
+    positions_AT: torch.Tensor,
+    cache: DialogueCache,
+    used: int,
+    last_A: torch.Tensor,
+    count_A: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Final hidden state of each row's last real token for every policy of its pool, [K, A, D] a pool."""
+    h_ATD = lockstep.trunk(ids_AT, positions_AT, cache, used, count_A)
+    return lockstep.branches_by_pool(h_ATD, positions_AT, pools, cache, used, last_A, count_A)
+
+
+def stepped(slots: int) -> int:
+    """The next multiple of `SLOT_STEP`."""
+    return -(-slots // SLOT_STEP) * SLOT_STEP
+
+
+@functools.cache
+def compiled_forward(device: str) -> Callable[..., list[torch.Tensor]]:
+    """`forward` compiled, once a kind of device: fused kernels on a CPU, CUDA graphs besides on a GPU."""
+    options = {"mode": "reduce-overhead"} if device == "cuda" else {}
+    return torch.compile(forward, backend=BACKEND, **options)
 
 
 def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
@@ -132,7 +164,7 @@ class Session:
         lengths = [self.length[row] for row in rows]
         width = max(map(len, chunks))
         # A padded chunk writes up to `width` past every row's length, whatever that row's own chunk.
-        room = max(lengths) + width + self.decoding.max_tokens
+        room = stepped(max(lengths) + width + self.decoding.max_tokens)
         self._reserve(room)
         filled = max(lengths)
         acting = list(rows)
@@ -174,7 +206,9 @@ class Session:
             used = int(position_A.max()) + 1
             # A finished row keeps writing to the slot after its last token, which its next turn overwrites.
             going_A = torch.tensor([not done[i] for i in active], dtype=torch.long)
-            hidden = self._forward(ids_A[:, None], position_A[:, None], cache, used, going_A * 0, going_A)
+            hidden = self._forward(
+                ids_A[:, None], position_A[:, None], cache, used, going_A * 0, going_A, compiled=self.decoding.compiled
+            )
             position_A = position_A + going_A
         self._store(acting, cache, min(int(position_A.max()) + 1, room))
 
@@ -233,12 +267,16 @@ class Session:
         used: int,
         last_A: torch.Tensor,
         count_A: torch.Tensor,
+        *,
+        compiled: bool = False,
     ) -> list[torch.Tensor]:
-        """Final hidden state of each row's last real token for every policy of its pool, [K, A, D] a pool."""
         positions_AT, last_A, count_A = (x.to(self.lockstep.device) for x in (positions_AT, last_A, count_A))
-        h_ATD = self.lockstep.trunk(ids_AT, positions_AT, cache, used, count_A)
         pools = [speaker.stacks for speaker in self.speakers]
-        return self.lockstep.branches_by_pool(h_ATD, positions_AT, pools, cache, used, last_A, count_A)
+        run = forward
+        if compiled:
+            # What lies beyond is masked, and fewer lengths need fewer graphs.
+            run, used = compiled_forward(self.lockstep.device.type), stepped(used)
+        return run(self.lockstep, pools, ids_AT, positions_AT, cache, used, last_A, count_A)
 
     def _sample(self, hidden: Sequence[torch.Tensor], uniform_A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each row by its own pool, [A], and its log-probability under mu, [A]."""
@@ -266,5 +304,5 @@ class Session:
     def _reserve(self, slots: int) -> None:
         if slots > self.slots:
             used = self.slots
-            self.slots = max(slots, 2 * self.slots)
+            self.slots = stepped(max(slots, 2 * self.slots))
             self.cache = self.cache.take(range(self.rows), used, self.slots, self.lockstep.device)

@@ -26,7 +26,7 @@ from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import PolicyPool
 from bupo.policies.stacks import Stacks
 from bupo.records import Proposal
-from bupo.rollout.engine import Decoding, Session, Speaker, choose, draw
+from bupo.rollout.engine import Decoding, Session, Speaker, choose, compiled_forward, draw, forward, stepped
 
 NEW_TOKENS = 64
 ATTENTION, CACHES = ("sdpa", "eager"), ("dynamic", "static")
@@ -109,26 +109,25 @@ def fastest(pool: PolicyPool, options: argparse.Namespace) -> tuple[str, str]:
 
 
 def ours(
-    lockstep: Lockstep, stacks: Stacks, ids_BT: torch.Tensor, *, shortcut: bool = False
+    lockstep: Lockstep, stacks: Stacks, ids_BT: torch.Tensor, *, shortcut: bool = False, compiled: bool = False
 ) -> Callable[[], list[int]]:
     """A decode step of the lockstep engine; with the shortcut a token comes from the head of one policy a row."""
+    run = compiled_forward(ids_BT.device.type) if compiled else forward
     rows, width = ids_BT.shape
     device = ids_BT.device
     coordinator = build_coordinator(CoordinatorConfig(), len(stacks)).to(device)
-    cache = lockstep.new_cache([rows], [len(stacks)], width)
+    cache = lockstep.new_cache([rows], [len(stacks)], stepped(width))
     positions_BT = torch.arange(width, device=device).expand(rows, -1)
     uniform_B = torch.rand(rows, device=device)
     none_B = torch.zeros(rows, dtype=torch.long, device=device)
 
-    @torch.inference_mode()
-    def forward(start: int, end: int) -> torch.Tensor:
-        where = positions_BT[:, start:end]
-        h_BTD = lockstep.trunk(ids_BT[:, start:end], where, cache, end)
-        return lockstep.branches_by_pool(h_BTD, where, [stacks], cache, end, none_B, none_B + end - start)[0]
+    count_B = none_B + 1
 
     @torch.inference_mode()
     def step() -> list[int]:
-        h_KBD = forward(width - 1, width)
+        where = positions_BT[:, width - 1 : width]
+        used = stepped(width) if compiled else width
+        h_KBD = run(lockstep, [stacks], ids_BT[:, width - 1 : width], where, cache, used, none_B, count_B)[0]
         if shortcut:
             chosen_B, rest_B = choose(coordinator.gate(rows), uniform_B)
             h_BD = h_KBD[chosen_B, torch.arange(rows, device=device)]
@@ -136,7 +135,11 @@ def ours(
         logp_KBV = lockstep.logp(h_KBD)
         return draw(coordinator.combine(Proposal(logp_KNV=logp_KBV)).logp_NV, uniform_B).tolist()
 
-    forward(0, width - 1)
+    with torch.inference_mode():
+        prompt = slice(0, width - 1)
+        forward(
+            lockstep, [stacks], ids_BT[:, prompt], positions_BT[:, prompt], cache, width - 1, none_B, none_B + width - 1
+        )
     return step
 
 
@@ -172,7 +175,9 @@ def replies(
 
 def main() -> None:
     """Measures and prints."""
-    options = parser(__doc__ or "").parse_args()
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--compile", action="store_true", help="time a compiled step as well (minutes to compile)")
+    options = arguments.parse_args()
     prepare(options)
     logging.set_verbosity_error()
     theirs, mine = pool_of(options, options.policies), pool_of(options, options.policies)
@@ -207,6 +212,8 @@ def main() -> None:
         "lockstep_shortcut": ours(lockstep, every, reference.ids_BT, shortcut=True),
         "lockstep_k1": ours(lockstep, first, reference.ids_BT),
     }
+    if options.compile:
+        steps["lockstep_compiled"] = ours(lockstep, every, reference.ids_BT, compiled=True)
     times = interleaved(steps, options.repeats, options.device)
     theirs.model.set_adapter(theirs.names[0])
     whole = interleaved(

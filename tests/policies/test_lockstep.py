@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from bupo.policies.lockstep import Lockstep
 from bupo.policies.pool import REFERENCE, PolicyPool, PoolConfig
 
 WIDE = torch.float64
+CUTS = (0, 5, 6, 7, 8, 11, 20)
 MERGED = pytest.mark.parametrize("merge_mb", [0.0, 64.0], ids=["products", "merged"])
 
 
@@ -23,6 +25,17 @@ def ids_and_positions(rows=3, width=21):
 
 def logits(forward, ids, positions, stacks):
     return forward.logits(forward.branches(forward.trunk(ids, positions), positions, stacks))
+
+
+def at_cuts(forward, ids, positions, stacks):
+    """Logits of the last token of each chunk of `CUTS`, on a cache."""
+    rows, pieces = len(ids), []
+    cache = forward.new_cache([rows], [len(stacks)], 32)
+    for start, end in pairwise(CUTS):
+        part, where, count = ids[:, start:end], positions[:, start:end], torch.full((rows,), end - start)
+        h = forward.trunk(part, where, cache, end, count)
+        pieces.append(forward.logits(forward.branches_by_pool(h, where, [stacks], cache, end, count - 1, count)[0]))
+    return torch.stack(pieces, dim=2)
 
 
 @MERGED
@@ -78,11 +91,12 @@ def test_fp32_rows_equal_peft_within_rounding_with_fused_attention(family, merge
             torch.testing.assert_close(ours[k], twin(ids).logits, atol=5e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_bf16_rows_and_gradients_are_as_close_to_the_exact_ones_as_pefts_own(family):
+def test_half_precision_rows_and_gradients_are_as_close_to_the_exact_ones_as_pefts_own(family, dtype):
     """Stated tolerance: RMS error at most half as much again as PEFT's, both against the same weights in fp32."""
-    pool = tiny.pool(family, torch.bfloat16)
-    twin, forward = tiny.peft_twin(pool, family, torch.bfloat16), Lockstep(pool)
+    pool = tiny.pool(family, dtype)
+    twin, forward = tiny.peft_twin(pool, family, dtype), Lockstep(pool)
     exact = copy.deepcopy(twin).float()
     ids, positions = ids_and_positions()
     ours = logits(forward, ids, positions, forward.stacks(grad=True))
@@ -147,13 +161,8 @@ def test_chunked_forward_on_the_cache_equals_the_whole_sequence(family):
     stacks = forward.stacks()
     ids, positions = ids_and_positions(2, 20)
     with torch.no_grad():
-        whole = logits(forward, ids, positions, stacks)
-        cache, pieces = forward.new_cache([2], [len(stacks)], 32), []
-        for start, end in ((0, 7), (7, 8), (8, 20)):
-            part, where = ids[:, start:end], positions[:, start:end]
-            h = forward.trunk(part, where, cache, end)
-            pieces.append(forward.logits(forward.branches(h, where, stacks, cache, end)))
-    torch.testing.assert_close(torch.cat(pieces, dim=2), whole, atol=1e-9, rtol=1e-9)
+        whole = logits(forward, ids, positions, stacks)[:, :, [cut - 1 for cut in CUTS[1:]]]
+        torch.testing.assert_close(at_cuts(forward, ids, positions, stacks), whole, atol=1e-9, rtol=1e-9)
 
 
 def test_weights_are_merged_within_the_memory_allowed_and_never_in_half_precision():
@@ -242,18 +251,14 @@ _MORE = {
 def test_any_other_decoder_equals_peft_as_a_whole(kind):
     pool, twin = _strangers(kind)
     forward = Lockstep(pool)
-    ids, positions = ids_and_positions(3, 11)
+    ids, positions = ids_and_positions(3, 20)
     with torch.no_grad():
         ours = logits(forward, ids, positions, forward.stacks(reference=True))
-        cache, pieces = forward.new_cache([3], [4], 16), []
-        for start, end in ((0, 5), (5, 6), (6, 11)):
-            h = forward.trunk(ids[:, start:end], positions[:, start:end], cache, end)
-            h = forward.branches(h, positions[:, start:end], forward.stacks(reference=True), cache, end)
-            pieces.append(forward.logits(h))
+        cached = at_cuts(forward, ids, positions, forward.stacks(reference=True))
         for k, name in enumerate((*pool.names, REFERENCE)):
             twin.set_adapter(name)
             torch.testing.assert_close(ours[k], twin(ids).logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat(pieces, dim=2), ours, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cached, ours[:, :, [cut - 1 for cut in CUTS[1:]]], atol=1e-5, rtol=1e-5)
     assert all(p.requires_grad for p in pool.parameters("p00"))
 
 

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from scipy import stats
+from torch._dynamo.backends.registry import lookup_backend
 
 from bupo.coordinators import CoordinatorConfig, build_coordinator
 from bupo.learn.scoring import score, token_batch
@@ -22,10 +23,10 @@ WEIGHTS = (0.5, 0.25, 0.25)
 OFTEN = tuple(range(5, 40))  # about one token in nine ends a message, so that rows finish at different steps
 
 
-def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, seed=0, shortcut=False):
+def session(forward, rows, *, temperature=1.0, max_tokens=16, stop_ids=OFTEN, seed=0, **how):
     stacks = forward.stacks()
     mixer = build_coordinator(CoordinatorConfig(weights=WEIGHTS[: len(stacks)]), len(stacks))
-    decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids, shortcut=shortcut)
+    decoding = Decoding(temperature=temperature, max_tokens=max_tokens, stop_ids=stop_ids, **how)
     streams = [np.random.default_rng([seed, row]) for row in range(rows)]
     return Session(forward, [Speaker(stacks=stacks, coordinator=mixer, streams=streams)], decoding)
 
@@ -101,6 +102,32 @@ def test_bf16_rollout_equals_teacher_forcing_within_rounding(family):
     batch = converse(talk, turns=6)
     gap = (teacher_forced(talk, batch) - batch.logp_rollout_BT[batch.action_BT]).abs()
     assert gap.mean() < 0.02 and gap.max() < 0.15
+
+
+@pytest.fixture
+def backend(monkeypatch, request):
+    """Compiles with another backend, from scratch; the graphs that it makes."""
+    graphs = []
+
+    def noted(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend(request.param)(graph, inputs)
+
+    monkeypatch.setattr(engine, "BACKEND", noted)
+    torch._dynamo.reset()
+    engine.compiled_forward.cache_clear()
+    yield graphs
+    engine.compiled_forward.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_compiled_steps_equal_teacher_forcing_with_a_handful_of_graphs(family, backend):
+    talk = session(tiny.lockstep(family), 5, compiled=True)
+    batch = converse(talk, turns=8)
+    torch.testing.assert_close(teacher_forced(talk, batch), batch.logp_rollout_BT[batch.action_BT], atol=1e-5, rtol=0)
+    assert 0 < len(backend) < 8, "each length or number of rows was compiled anew"
 
 
 def test_rows_may_act_in_any_order():
