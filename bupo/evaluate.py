@@ -90,8 +90,8 @@ def stratified_scenarios(config: ScenarioConfig, count: int) -> list[Scenario]:
 def protocol(config: ScenarioConfig, size: str, count: int = 0) -> Protocol:
     """Builds the dialogues of `quick` or `full` (facts: 60 scenarios x 2 roles x 5, and 10 without ZOPA x 2 x 5).
 
-    `quick` is a part of `full`: the same scenarios, since intervals depend on their number first, and each opponent once
-    a scenario, two in each role.
+    `quick` is a part of `full`: the same scenarios, since intervals depend on their number first, and each opponent
+    once a scenario, two in each role.
     """
     full = size == "full"
     opponents = list(EVALUATION_OPPONENTS)
