@@ -155,7 +155,6 @@ def update(
     earlier = EarlierStates(lockstep, batch, epochs=config.epochs, most_mb=config.earlier_mb)
     sums: dict[str, float] = {}
     norms: dict[str, float] = {}
-    first_ratio: float | None = None
     tokens = steps = 0
     for _ in range(config.epochs):
         shuffled = shuffled_families(batch, generator)
@@ -183,8 +182,6 @@ def update(
                     (loss / total).backward()
                     for key, value in parts.items():
                         sums[key] = sums.get(key, 0.0) + value
-                    if first_ratio is None:
-                        first_ratio = parts["ratio_deviation"] / len(part)
                 now_KND.backward(leaf_KND.grad)
                 tokens += len(own)
             for name, norm in optimizer.step(learning_rate).items():
@@ -193,7 +190,6 @@ def update(
             if on_step is not None:
                 on_step(tokens)
     metrics = {f"ppo/{key}": value / tokens for key, value in sums.items()}
-    metrics["ppo/first_ratio_deviation"] = first_ratio or 0.0
     metrics["ppo/learning_rate"] = learning_rate
     return metrics | {f"gradient_norm/{name}": norm / steps for name, norm in norms.items()}
 
