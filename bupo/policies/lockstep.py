@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from bupo.policies.cache import DialogueCache
 from bupo.policies.families import FAMILIES, family_of
 from bupo.policies.family import Step
+from bupo.policies.packed import PackedLinears
 from bupo.policies.packing import Packing
 from bupo.policies.pool import REFERENCE, PolicyPool, lora_weights
 from bupo.policies.stacks import Stacks
@@ -50,6 +51,10 @@ class Lockstep:
         self._modules = pool.modules()
         for key, module in self._modules.items():
             module.forward = self._forward_of(key, module)
+        packed = PackedLinears(pool.config.packed_mb)
+        for name, module in pool.base.model.named_modules():
+            if isinstance(module, nn.Linear) and ".lora_" not in name:
+                packed.take_over(module)
         if isinstance(self.family, Whole):
             self._verify()
 

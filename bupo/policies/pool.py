@@ -52,6 +52,8 @@ class PoolConfig:
             what suits the kind of base (`default_perturbation`).
         merge_mb: Forwards multiply by W + B A of each policy where these weights take at most so many megabytes and the
             base is fp32; larger ones add LoRA products, which read less. Differs in rounding alone.
+        packed_mb: Decode steps on a CPU in fp32 use copies of the base's wide layers in oneDNN's layout
+            (bupo/policies/packed.py), at most so many megabytes of them. Differs in rounding alone.
     """
 
     size: int = 4
@@ -61,6 +63,7 @@ class PoolConfig:
     branch_layers: int | float | str = 0.5
     perturbation: float = 0.0
     merge_mb: float = 64.0
+    packed_mb: float = 1024.0
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -80,6 +83,7 @@ class PoolConfig:
                 problem,
                 at_least("perturbation", self.perturbation, 0),
                 at_least("merge_mb", self.merge_mb, 0),
+                at_least("packed_mb", self.packed_mb, 0),
             ]
         )
 

@@ -69,8 +69,7 @@ def stepped(slots: int) -> int:
 @functools.cache
 def compiled_forward(device: str) -> Callable[..., list[torch.Tensor]]:
     """`forward` compiled, once a kind of device: fused kernels on a CPU, CUDA graphs besides on a GPU."""
-    options = {"mode": "reduce-overhead"} if device == "cuda" else {}
-    return torch.compile(forward, backend=BACKEND, **options)
+    return torch.compile(forward, backend=BACKEND, mode="reduce-overhead" if device == "cuda" else None)
 
 
 def draw(logp_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
