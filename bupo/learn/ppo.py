@@ -209,13 +209,17 @@ def _loss(
         old_N = _gather(coordinator.combine(Proposal(logp_KNV=old_KNV)).logp_NV, own.ids_N)
     logp_KNV = lockstep.logp(now_KND, config.temperature)
     mixture = coordinator.combine(Proposal(logp_KNV=logp_KNV))
+    # Terms of no weight are only reported: no graph holds distributions over the vocabulary for them, and what they
+    # need is gone before the others' graphs are there.
+    with torch.set_grad_enabled(config.entropy > 0):
+        entropy_N = entropy(mixture.logp_NV)
+    with torch.set_grad_enabled(config.diversity > 0):
+        jsd_N = jensen_shannon(logp_KNV, mixture.weights_NK)
     logp_N = _gather(mixture.logp_NV, own.ids_N)
     advantage_N, rollout_N = own.advantage_N.to(logp_N), own.logp_rollout_N.to(logp_N)
     surrogate_N, ratio_N = clipped_surrogate(logp_N, old_N, advantage_N, config.clip)
     kl_reference_N = kl(mixture.logp_NV, reference_NV)
     kl_old_N = kl(old_KNV, logp_KNV).mean(0)
-    entropy_N = entropy(mixture.logp_NV)
-    jsd_N = jensen_shannon(logp_KNV, mixture.weights_NK)
     diversity_N = config.diversity_cap * (1 - torch.exp(-jsd_N / config.diversity_cap))
     loss = (
         surrogate_N

@@ -50,9 +50,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def prepare(options: argparse.Namespace) -> None:
-    """Threads, allocator and seed."""
-    keep_memory()
+def prepare(options: argparse.Namespace, *, keep: bool = True) -> None:
+    """Threads, seed, and an allocator that keeps freed memory, except where memory is what is measured."""
+    if keep:
+        keep_memory()
     use_threads(options.threads, 1)
     torch.manual_seed(0)
 
