@@ -190,7 +190,12 @@ def test_ctrl_c_leaves_a_usable_folder(config, whole, cache, tmp_path):
     arguments += ["--interact.max_message_tokens", "40", "--evaluation.scenarios", "2"]
     recipe = Path(__file__).parents[1] / "recipes" / "negotiation.py"
     process = subprocess.Popen(
-        [sys.executable, str(recipe), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, str(recipe), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Where the tests run in the background SIGINT is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     metrics = folder / "metrics.jsonl"
