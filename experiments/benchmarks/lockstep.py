@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import interleaved, parser, pool_of, prepare, report
+from common import DTYPES, interleaved, model_of, parser, pool_of, prepare, report
 from transformers import DynamicCache, StaticCache
 from transformers.utils import logging
 
@@ -33,10 +33,10 @@ ATTENTION, CACHES = ("sdpa", "eager"), ("dynamic", "static")
 
 
 class Reference:
-    """Decode steps of a PEFT model through transformers: one adapter, several in turn, or a mixed batch."""
+    """Decode steps through transformers: the base alone, one adapter, several in turn, or a mixed batch."""
 
-    def __init__(self, pool: PolicyPool, options: argparse.Namespace) -> None:
-        self.model = pool.model
+    def __init__(self, pool: PolicyPool, options: argparse.Namespace, model: Any = None) -> None:
+        self.model = pool.model if model is None else model
         self.names = list(pool.names)
         self.context = options.context
         self.device = options.device
@@ -192,19 +192,17 @@ def main() -> None:
         theirs.model.set_adapter(name)
         caches.append(reference.opened(kind))
     spread = reference.opened(kind, options.policies, adapter_names=reference.row_names())
-    with theirs.model.disable_adapter():
-        plain = reference.opened(kind)
-
-    def base() -> None:
-        with theirs.model.disable_adapter():
-            reference.single(plain)
+    # A model of its own: switching adapters off and on again takes longer than an adapter does.
+    alone = Reference(theirs, options, model_of(options.base, DTYPES[options.dtype], options.device))
+    alone.model.set_attn_implementation(attention)
+    plain = alone.opened(kind)
 
     def single() -> None:
         theirs.model.set_adapter(theirs.names[0])
         reference.single(caches[0])
 
     steps: dict[str, Callable[[], object]] = {
-        "base": base,
+        "base": lambda: alone.single(plain),
         "single": single,
         "sequential": lambda: reference.sequential(caches),
         "peft_mixed": lambda: reference.mixed(spread),
